@@ -82,7 +82,7 @@ class Cell:
     def weights(self, version: int) -> list[Tensor]:
         random = np.random.default_rng(version)
         return [
-            Tensor(f"w{n}", "uint8", (self.tensor_bytes,), memoryview(random.bytes(self.tensor_bytes)))
+            Tensor(f"w{n}", "uint8", (self.tensor_bytes,), [memoryview(random.bytes(self.tensor_bytes))])
             for n in range(TENSORS)
         ]
 

@@ -47,7 +47,7 @@ def make_tensors(nbytes: int) -> list[Tensor]:
     sizes = [embedding, *[size] * (LAYERS * PER_LAYER)]
     starts = [0, *np.cumsum(sizes).tolist()]
     return [
-        Tensor(f"tensor.{n}", "bfloat16", (size // 2,), source[start : start + size])
+        Tensor(f"tensor.{n}", "bfloat16", (size // 2,), [source[start : start + size]])
         for n, (start, size) in enumerate(zip(starts, sizes, strict=False))
     ]
 
@@ -61,14 +61,14 @@ def timed(action: Callable[[], object]) -> float:
 def copy(tensors: list[Tensor], into: np.ndarray) -> None:
     """Copy the tensors, one after another, by one thread."""
     end = 0
-    for tensor in tensors:
-        np.copyto(into[end : end + tensor.data.nbytes], np.frombuffer(tensor.data, np.uint8))
-        end += tensor.data.nbytes
+    for piece in (piece for tensor in tensors for piece in tensor.pieces):
+        np.copyto(into[end : end + piece.nbytes], np.frombuffer(piece, np.uint8))
+        end += piece.nbytes
 
 
 def shared_memory(tensors: list[Tensor]) -> Iterator[dict[str, float]]:
     """Seconds of each part, once per iteration."""
-    nbytes = sum(tensor.data.nbytes for tensor in tensors)
+    nbytes = sum(piece.nbytes for tensor in tensors for piece in tensor.pieces)
     warm = np.zeros(nbytes, np.uint8)
     with Publication("benchmark") as publication:
         version = 0
@@ -83,7 +83,7 @@ def shared_memory(tensors: list[Tensor]) -> Iterator[dict[str, float]]:
             started = time.perf_counter()
             mapped = open_shm(publication.manifest(version))
             seconds["read: map and verify"] = time.perf_counter() - started
-            views = [Tensor(n, "uint8", (v.nbytes,), v) for n, v in mapped.items()]
+            views = [Tensor(n, "uint8", (v.nbytes,), [v]) for n, v in mapped.items()]
             seconds["read: copy into the model"] = timed(lambda: copy(views, warm))  # noqa: B023
             del mapped, views  # the last views: the file may be filled again
             yield seconds

@@ -12,12 +12,11 @@ import fcntl
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -31,9 +30,10 @@ PREFIX = "asyncrl-weights-"
 PARTIAL = ".partial"
 """Suffix of the name of a file that is being filled."""
 _WRITE_BYTES = 1 << 20
-_PIECE_BYTES = 16 << 20
 THREADS = 2
-"""Threads that copy, and as many that compute checksums; the machine has other work."""
+"""Threads that copy, beside the one that computes checksums; the machine has other work."""
+SMALLEST_SHARED = 1 << 20
+"""Bytes from which several threads are faster than one."""
 _READING_THREADS = 4
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # Linux only; elsewhere pages come one by one
 ALIGNMENT = 64
@@ -60,41 +60,32 @@ class PublicationError(Exception):
     """Weights that cannot be published or mapped; the message is for the user."""
 
 
-def plan_layout(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[list[int], int]:
-    """Offsets of tensors `(name, dtype, shape, nbytes)` placed one after another, and the end of the last one.
+class Layout:
+    """Places of tensors in a file, one after another."""
 
-    Raises PublicationError for a tensor that cannot be placed.
-    """
-    offsets: list[int] = []
-    names: set[str] = set()
-    end = 0
-    for name, dtype, shape, nbytes in tensors:
-        if name in names:
+    def __init__(self) -> None:
+        self.end = 0
+        """Bytes of the file so far."""
+        self._names: set[str] = set()
+
+    def place(self, name: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Offset and bytes of the next tensor. Raises PublicationError for one that cannot be placed."""
+        if name in self._names:
             raise PublicationError(f"tensor {name!r} is listed twice")
-        names.add(name)
+        self._names.add(name)
         if dtype not in ITEMSIZE:
             raise PublicationError(f"tensor {name!r} has dtype {dtype!r}; known are {', '.join(ITEMSIZE)}")
-        if any(n < 0 for n in shape) or math.prod(shape) * ITEMSIZE[dtype] != nbytes:
-            raise PublicationError(f"tensor {name!r}: {dtype}{list(shape)} does not have {nbytes} bytes")
-        offsets.append(-(-end // ALIGNMENT) * ALIGNMENT)
-        end = offsets[-1] + nbytes
-    if end == 0:
-        raise PublicationError("there is nothing to publish: no tensor has any element")
-    return offsets, end
-
-
-@contextmanager
-def threads(data: Sequence[memoryview], name: str) -> Iterator[Callable[..., Iterable[Any]]]:
-    """`map` on THREADS threads for as much data as pays for them, else the ordinary one."""
-    if sum(view.nbytes for view in data) <= _PIECE_BYTES:
-        yield map
-        return
-    with ThreadPoolExecutor(THREADS, thread_name_prefix=name) as pool:
-        yield pool.map
+        if any(n < 0 for n in shape):
+            raise PublicationError(f"tensor {name!r} cannot have the shape {list(shape)}")
+        nbytes = math.prod(shape) * ITEMSIZE[dtype]
+        offset = -(-self.end // ALIGNMENT) * ALIGNMENT
+        self.end = offset + nbytes
+        return offset, nbytes
 
 
 class WeightFile:
-    """A writer's file in shared memory. Call order: (`create` or `take_back`), `fill`, `show`, ..., `remove`."""
+    """A writer's file in shared memory. Call order: `create` or `take_back`, `put` of each tensor, `finish`, `show`,
+    ..., `remove`."""
 
     def __init__(self, path: Path, fd: int):
         self.path = path
@@ -109,8 +100,8 @@ class WeightFile:
         fcntl.flock(file._fd, fcntl.LOCK_EX)
         return file
 
-    def take_back(self, path: Path, nbytes: int) -> bool:
-        """Reclaim the file for rewriting, under `path`'s partial name; False if missing, of another size or mapped."""
+    def take_back(self, path: Path) -> bool:
+        """Reclaim the file for rewriting, under `path`'s partial name; False if it is missing or mapped."""
         partial = path.with_name(path.name + PARTIAL)
         try:
             self.path.rename(partial)  # first: from now on readers find nothing under the old name
@@ -121,17 +112,36 @@ class WeightFile:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        return nbytes == self._nbytes
+        return True
 
-    def fill(self, offsets: Sequence[int], data: Sequence[memoryview]) -> None:
-        """Put each tensor's bytes at its offset. Raises OSError, which may be ENOSPC for a new file."""
-        put = self._write if self._nbytes == 0 else self._copy
-        with threads(data, "weights") as apply:
-            for _ in apply(put, *zip(*_pieces(offsets, data), strict=True)):
-                pass
-        if self._nbytes == 0:
-            self._nbytes = offsets[-1] + data[-1].nbytes
-            os.ftruncate(self._fd, self._nbytes)
+    def put(self, offset: int, pieces: Iterable[memoryview], pool: Executor) -> tuple[int, str]:
+        """Put a tensor's bytes there, one piece after another. Returns the offset after them, and their checksum.
+
+        A piece is read until the next one is asked for. Raises OSError, which may be ENOSPC for what is new.
+        """
+        digest = xxhash.xxh3_64()
+        for piece in pieces:
+            view = piece.cast("B") if piece.nbytes else memoryview(b"")
+            share = -(-view.nbytes // THREADS)
+            places = range(0, view.nbytes, share) if view.nbytes > SMALLEST_SHARED else ()
+            copies = [pool.submit(self._put, offset + at, view[at : at + share]) for at in places]
+            digest.update(view)  # meanwhile
+            if not copies:
+                self._put(offset, view)
+            for copy in copies:
+                copy.result()
+            offset += view.nbytes
+        return offset, digest.intdigest()
+
+    def finish(self, nbytes: int) -> None:
+        """End the file behind its last tensor."""
+        if nbytes != self._nbytes:
+            os.ftruncate(self._fd, nbytes)
+            self.__dict__.pop("_array", None)
+            self._nbytes = nbytes
+
+    def _put(self, offset: int, view: memoryview) -> None:
+        (self._copy if offset + view.nbytes <= self._nbytes else self._write)(offset, view)
 
     def _write(self, offset: int, view: memoryview) -> None:
         """Write into a new file. A write without room fails, where a mapping would kill the process."""
@@ -185,13 +195,6 @@ def map_for_reading(path: Path, total_bytes: int) -> memoryview:
         os.close(fd)
 
 
-def _pieces(offsets: Sequence[int], data: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """Cut tensors into (offset in the file, bytes) small enough that threads share the work evenly."""
-    for offset, view in zip(offsets, data, strict=True):
-        for start in range(0, view.nbytes, _PIECE_BYTES):
-            yield offset + start, view[start : start + _PIECE_BYTES]
-
-
 def open_shm(manifest: WeightManifest) -> dict[str, memoryview]:
     """Map the file that `manifest` names, and return read-only bytes of each tensor by its name.
 
@@ -220,16 +223,21 @@ def open_shm(manifest: WeightManifest) -> dict[str, memoryview]:
 
 
 def check_manifest(manifest: WeightManifest) -> None:
-    """Raise ProtocolError MALFORMED unless offsets, sizes and shapes are those of `plan_layout`."""
+    """Raise ProtocolError MALFORMED unless offsets, sizes and shapes are those of `Layout`."""
+    layout = Layout()
     try:
-        offsets, total_bytes = plan_layout((t.name, t.dtype, t.shape, t.nbytes) for t in manifest.tensors)
+        placed = [layout.place(t.name, t.dtype, t.shape) for t in manifest.tensors]
     except PublicationError as problem:
         raise ProtocolError(ErrorCode.MALFORMED, f"manifest of version {manifest.version}: {problem}") from problem
-    if total_bytes != manifest.total_bytes or offsets != [entry.offset for entry in manifest.tensors]:
+    given = [(t.offset, t.nbytes) for t in manifest.tensors]
+    if given != placed or manifest.total_bytes != layout.end or not layout.end:
+        differing = next(
+            (t.name for t, at in zip(manifest.tensors, placed, strict=True) if (t.offset, t.nbytes) != at), ""
+        )
         raise ProtocolError(
             ErrorCode.MALFORMED,
-            f"manifest of version {manifest.version}: offsets or total size ({manifest.total_bytes} bytes) "
-            f"differ from the layout of its tensors ({total_bytes} bytes)",
+            f"manifest of version {manifest.version}: {differing or 'the total size'} is not where the layout of its "
+            f"tensors has it ({manifest.total_bytes} bytes, by the layout {layout.end})",
         )
 
 

@@ -17,30 +17,32 @@ import shutil
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-
-import xxhash
 
 from protocol.codec import MIB
 from protocol.endpoints import SHARED_MEMORY
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import AdapterSpec, TensorEntry, WeightManifest
-from protocol.weight_file import PREFIX, PublicationError, WeightFile, map_for_reading, plan_layout, threads
+from protocol.weight_file import PREFIX, THREADS, Layout, PublicationError, WeightFile, map_for_reading
 
 KEPT_VERSIONS = 2
 """Newest versions that can be fetched at a time."""
 
 
 class Tensor(NamedTuple):
-    """A tensor to publish: contiguous little-endian bytes and their type."""
+    """A tensor to publish: its type, and its contiguous little-endian bytes in pieces.
+
+    A piece is read before the next one is asked for, so that all may come in the same memory.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: memoryview
+    pieces: Iterable[memoryview]
 
 
 @dataclass
@@ -90,18 +92,8 @@ class Publication:
             raise PublicationError("the publication is closed")
         if self._snapshots and version <= max(self._snapshots):
             raise PublicationError(f"version {version} is not newer than {max(self._snapshots)}")
-        chosen = list(tensors)
-        offsets, total_bytes = plan_layout((t.name, t.dtype, t.shape, t.data.nbytes) for t in chosen)
         path = self._base.with_name(f"{self._base.name}-v{version}")
-        data = [tensor.data.cast("B") if tensor.data.nbytes else memoryview(b"") for tensor in chosen]
-        with threads(data, "xxh3") as apply:
-            checksums = apply(xxhash.xxh3_64_intdigest, data)  # at the same time as the copy
-            file = self._write(path, offsets, total_bytes, data)
-            entries = tuple(
-                TensorEntry(name=t.name, dtype=t.dtype, shape=t.shape, offset=offset, nbytes=t.data.nbytes, xxh3=xxh3)
-                for t, offset, xxh3 in zip(chosen, offsets, checksums, strict=True)
-            )
-        view = map_for_reading(path, total_bytes)
+        file, entries, total_bytes = self._write(path, iter(tensors))
         manifest = WeightManifest(
             version=version,
             publication=self.id,
@@ -110,6 +102,7 @@ class Publication:
             shm_path=str(path),
             adapter=adapter,
         )
+        view = map_for_reading(path, total_bytes)
         with self._guard:
             self._snapshots[version] = _Snapshot(file, view, manifest)
         return manifest
@@ -196,28 +189,43 @@ class Publication:
             # The mapping goes with its last view: one may be in a chunk that is being sent.
             return [self._snapshots.pop(version).file for version in old if version != self._held]
 
-    def _write(self, path: Path, offsets: list[int], total_bytes: int, data: Sequence[memoryview]) -> WeightFile:
-        """Write the file of a version, reusing an old file without readers."""
+    def _write(self, path: Path, tensors: Iterator[Tensor]) -> tuple[WeightFile, tuple[TensorEntry, ...], int]:
+        """Write the file of a version, reusing an old file without readers. Returns it, what it holds, and its size."""
         file: WeightFile | None = None
+        layout, entries = Layout(), list[TensorEntry]()
         try:
             # Room first: the oldest goes before the new one is written, so there is never a copy more than are kept.
             for old in self._drop(KEPT_VERSIONS - 1):
-                if self._refill and file is None and old.take_back(path, total_bytes):
+                if self._refill and file is None and old.take_back(path):
                     file = old
                 else:
                     old.remove()
             if file is None:
                 file = WeightFile.create(path)
-            file.fill(offsets, data)
+            with ThreadPoolExecutor(THREADS, thread_name_prefix="weights") as pool:
+                for name, dtype, shape, pieces in tensors:
+                    offset, nbytes = layout.place(name, dtype, shape)
+                    end, xxh3 = file.put(offset, pieces, pool)
+                    if end != offset + nbytes:
+                        raise PublicationError(
+                            f"tensor {name!r}: {dtype}{list(shape)} does not have {end - offset} bytes"
+                        )
+                    entry = TensorEntry(name=name, dtype=dtype, shape=shape, offset=offset, nbytes=nbytes, xxh3=xxh3)
+                    entries.append(entry)
+            if layout.end == 0:
+                raise PublicationError("there is nothing to publish: no tensor has any element")
+            file.finish(layout.end)
             file.show(path)
-            return file
+            return file, tuple(entries), layout.end
         except BaseException as problem:
             if file is not None:
                 file.remove()
             if not isinstance(problem, OSError):
                 raise
+            for name, dtype, shape, _ in tensors:  # ranks gather them together; and the message says how much it is
+                layout.place(name, dtype, shape)
             if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise PublicationError(self._no_room(total_bytes)) from None  # not the disk of the run
+                raise PublicationError(self._no_room(layout.end)) from None  # not the disk of the run
             raise PublicationError(f"cannot write weights to {path}: {problem}") from problem
 
     def _no_room(self, needed: int) -> str:

@@ -41,7 +41,7 @@ LONGEST = (
     "test_finished_run test_replay test_run_scores test_cli_commands test_memory_plan_ranks "
     "test_families_on_ranks test_agent test_zero_vision test_environment_pool test_chaos test_chaos_of_relays "
     "test_docs_commands test_changed_surroundings test_sft_on_ranks test_weight_relays test_panel "
-    "test_sample_store test_third_party_plugin test_every_method test_report_browser"
+    "test_sample_store test_third_party_plugin test_every_method test_report_browser test_vqa_from_scratch"
 )
 """Files that take longest, which begin first: no worker ends alone with one of them."""
 

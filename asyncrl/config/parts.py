@@ -13,8 +13,8 @@ from asyncrl.plugins import Part, Parts
 PREFILL_TOKENS = 16_384
 """Most padded prompt tokens that the hf engine admits in one forward pass (a single prompt may be longer)."""
 GRADIENTS_IN_FLIGHT = 2
-"""Gradients on their way to the host at a time, with learner.cpu_offload: the backward pass waits for the oldest, so
-that the device holds no more than these besides the one that it makes."""
+"""Gradients as large as the largest that may be on their way to the host, with learner.cpu_offload: beyond their bytes
+the backward pass waits for the oldest."""
 SMALLEST_8BIT, BLOCK_8BIT = 4096, 256
 """learner.optimizer=adamw_8bit: elements of a tensor from which its moments have 8 bits, and elements that share a
 scale (bitsandbytes' own numbers)."""

@@ -6,6 +6,7 @@ While one bucket is on its way over the bus, the other one is filled or emptied.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -26,21 +27,22 @@ class PinnedBuckets:
         """Waits until the last copy of each bucket has ended."""
         self._guard = threading.Lock()
 
-    def to_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """[N] uint8 on the device -> [N] uint8 in any host memory, complete when this returns."""
+    def to_host(self, source: torch.Tensor) -> Iterator[torch.Tensor]:
+        """[N] uint8 on the device -> its bytes in host memory, one piece after another, each until the next is asked
+        for: that one is on its way meanwhile."""
         with self._guard:
-            waiting: list[tuple[int, slice]] = []
+            begun: deque[tuple[int, int]] = deque()
             for number, piece in self._pieces(source.numel()):
-                if len(waiting) == 2:
-                    self._empty(*waiting.pop(0), target)
+                if len(begun) == 2:
+                    yield self._arrive(*begun.popleft())
                 self._begin(number, self._buckets[number][: piece.stop - piece.start], source[piece])
-                waiting.append((number, piece))
-            for item in waiting:
-                self._empty(*item, target)
+                begun.append((number, piece.stop - piece.start))
+            for item in begun:
+                yield self._arrive(*item)
 
-    def _empty(self, number: int, piece: slice, target: torch.Tensor) -> None:
+    def _arrive(self, number: int, nbytes: int) -> torch.Tensor:
         self._arrived[number]()
-        target[piece].copy_(self._buckets[number][: piece.stop - piece.start])
+        return self._buckets[number][:nbytes]
 
     def to_device(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """[N] uint8 in any host memory -> [N] uint8 on the device, in the order of the current stream.
@@ -84,9 +86,18 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if it is on the CPU, else a contiguous copy."""
     if not _is_on_gpu(tensor):
         return tensor.to("cpu")
-    host = torch.empty(tensor.shape, dtype=tensor.dtype)
-    _buckets(tensor.device).to_host(flat_bytes(tensor.contiguous()), flat_bytes(host))
+    host, place = torch.empty(tensor.shape, dtype=tensor.dtype), 0
+    for piece in _buckets(tensor.device).to_host(flat_bytes(tensor.contiguous())):
+        flat_bytes(host)[place : place + len(piece)].copy_(piece)
+        place += len(piece)
     return host
+
+
+def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Raw little-endian bytes of a tensor, one piece after another, each until the next one is asked for."""
+    flat = flat_bytes(tensor.detach().contiguous())
+    for piece in _buckets(tensor.device).to_host(flat) if _is_on_gpu(tensor) else (flat.cpu(),):
+        yield piece.numpy().data
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,6 @@ NUMBER = re.compile(
     r"(?:\.\d+)?(?:[eE][-+]?\d+)?"
 )
 """A number in text."""
-_BOXED = "\\boxed{"
 
 
 def exact_match(sample: RewardSample, *, ignore_case: bool = False) -> float:
@@ -48,37 +47,14 @@ def number_match(sample: RewardSample, *, tolerance: float = 1e-6, relative_tole
     The answer is a number or a text whose last number counts (GSM8K's `... #### 72`), or a list of them.
     Example: completion "5 - 3 = 2, so 1,002 in total.", answer 1002 -> 1
     """
-    expected = list(map(_last_number, accepted_answers(sample)))
-    given = _last_number(sample.completion)
+    expected = list(map(last_number, accepted_answers(sample)))
+    given = last_number(sample.completion)
     right = False
     for number in expected:
         if number is None:
             raise ValueError(f"row {sample.row_id}: number_match needs a number as answer, got {sample.answer!r}")
         right |= given is not None and abs(given - number) <= max(tolerance, relative_tolerance * abs(number))
     return float(right)
-
-
-def choice_match(sample: RewardSample, *, choices: str = "ABCD") -> float:
-    """1 if the completion chooses the answer's letter; the last of the clearest kind of statement counts.
-
-    From clear to vague: `answer is B`, `\\boxed{B}`, `(B)` or `**B**`, a line beginning `B.`, a lone letter.
-    Example: completion "A dog, so the answer is (B).", answer "B" -> 1
-    """
-    answers = [answer.strip().strip("().").upper() for answer in accepted_answers(sample)]
-    if not all(len(answer) == 1 and answer in choices.upper() for answer in answers):
-        raise ValueError(f"row {sample.row_id}: choice_match needs an answer among {choices!r}, got {sample.answer!r}")
-    return float(chosen_letter(sample.completion, choices.upper()) in answers)
-
-
-def boxed_match(sample: RewardSample) -> float:
-    """1 if the last `\\boxed{...}` of the completion is the answer: as LaTeX text, or as a plain number.
-
-    Spacing, `$`, `\\left`, `\\right` and `\\dfrac` make no difference; nothing is solved or simplified.
-    Example: completion "so \\boxed{\\dfrac{1}{2}}", answer "\\frac{1}{2}" -> 1
-    """
-    answers = accepted_answers(sample)
-    given = last_boxed(sample.completion)
-    return float(given is not None and any(same_latex(given, answer) for answer in answers))
 
 
 def format_think(sample: RewardSample, *, opened_by_prompt: bool = False) -> float:
@@ -120,8 +96,6 @@ BUILTIN_REWARDS: dict[str, Callable[..., Any]] = {
     "exact_match": exact_match,
     "contains": contains,
     "number_match": number_match,
-    "choice_match": choice_match,
-    "boxed_match": boxed_match,
     "format_think": format_think,
     "regex_match": regex_match,
     "soft_overlong": soft_overlong,
@@ -173,57 +147,7 @@ def _plain(text: str, ignore_case: bool) -> str:
     return spaced.casefold() if ignore_case else spaced
 
 
-def _last_number(text: str) -> float | None:
+def last_number(text: str) -> float | None:
+    """The last number of a text; None without one."""
     found = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
     return float(found[-1].replace(",", "")) if found else None
-
-
-def chosen_letter(completion: str, choices: str) -> str:
-    """The letter that a text chooses, as `choice_match` says; empty if none."""
-    letter = f"([{re.escape(choices)}])"
-    alone = re.fullmatch(rf"\W*{letter}\W*", completion, re.IGNORECASE)
-    if alone:
-        return alone[1].upper()
-    for pattern in (
-        rf"(?i:answer)\W*(?:(?i:is)\b)?[^\w]*{letter}(?!\w)",
-        rf"\\boxed\{{\W*(?:\\text\{{)?{letter}\W*\}}",
-        rf"(?:\(|\*\*){letter}(?:\)|\*\*)",
-        rf"(?m:^)\s*{letter}[.):]",
-        rf"(?<![\w']){letter}(?![\w']|\s+[a-z])",  # not the article of `A dog`
-    ):
-        found = re.findall(pattern, completion)
-        if found:
-            return found[-1]
-    return ""
-
-
-def last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{...}`; None without a closed one."""
-    start = text.rfind(_BOXED)
-    if start < 0:
-        return None
-    start += len(_BOXED)
-    depth = 1
-    for at in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[at], 0) if text[at - 1] != "\\" else 0
-        if depth == 0:
-            return text[start:at]
-    return None
-
-
-def same_latex(given: str, answer: str) -> bool:
-    """Equality as LaTeX text, or as plain numbers."""
-    left, right = (_plain_latex(text) for text in (given, answer))
-    if left == right:
-        return True
-    if NUMBER.fullmatch(left) and NUMBER.fullmatch(right):
-        return _last_number(left) == _last_number(right)
-    return False
-
-
-def _plain_latex(text: str) -> str:
-    """LaTeX without spacing and sizing commands, and without the `\\boxed{}` or `$` around an answer."""
-    boxed = last_boxed(text)
-    text = boxed if boxed is not None else text
-    text = re.sub(r"\\(?:left|right)(?![a-zA-Z])|\\[,;:! ]|[\s$]", "", text)
-    return re.sub(r"\\[dt]frac", r"\\frac", text).rstrip(".")

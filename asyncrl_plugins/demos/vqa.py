@@ -106,16 +106,10 @@ def train_start(folder: Path, start: Path, *, quick: bool = False) -> dict[str, 
         *(f"data.train_files=[{data}/sft.parquet]", f"data.val_files=[{data}/eval.parquet]"),
         *(("sft.steps=2",) if quick else ()),
     )
-    ship = [
-        "-m",
-        f"{MODULE}.start",
-        "ship",
-        str(parts / "aligned"),
-        str(parts / "sft" / "export"),
-        "--start",
-        str(start),
-    ]
-    run("the start in three small files", *ship)
+    trained = str(parts / "trained")  # in bfloat16 the run's own export is its adapter alone
+    run("the adapter in the model (asyncrl export)", "-m", "asyncrl", "export", f"{parts}/sft", trained, "--merged")
+    ship = ("ship", str(parts / "aligned"), trained, "--start", str(start))
+    run("the start in three small files", "-m", f"{MODULE}.start", *ship)
     return seconds
 
 

@@ -9,8 +9,9 @@ import ast
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.rewards.builtin import format_think, last_boxed
+from asyncrl.rewards.builtin import format_think
 from asyncrl.rewards.sample import RewardSample
+from asyncrl_plugins.tasks.answers import last_boxed
 from protocol.nesting import read_json
 
 

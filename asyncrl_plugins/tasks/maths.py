@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from asyncrl.rewards.builtin import accepted_answers, last_boxed, same_latex
+from asyncrl.rewards.builtin import accepted_answers
 from asyncrl.rewards.sample import RewardSample
+from asyncrl_plugins.tasks.answers import last_boxed, same_latex
 from asyncrl_plugins.tasks.completions import after_thinking
 
 try:
@@ -17,7 +18,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "math-verify is not installed: pip install 'asyncrl[maths]'. What compares text and plain numbers alone is the "
-        "built-in boxed_match: name it in reward.functions"
+        "reward boxed_match: name it in reward.functions"
     ) from error
 
 MATH_VERIFY: Any = math_verify

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.rewards.builtin import NUMBER, chosen_letter
+from asyncrl.rewards.builtin import NUMBER
 from asyncrl.rewards.sample import RewardSample
+from asyncrl_plugins.tasks.answers import chosen_letter
 from asyncrl_plugins.tasks.completions import after_thinking, answer_text, block
 from asyncrl_plugins.tasks.maths import equal
 from protocol.nesting import read_json

@@ -112,7 +112,7 @@ def _learn(
         network.wait_until(satisfied, timeout_s=LONGEST_WAIT_S, what=lambda: f"{what}: {ledger.blockers()[:5]}")
 
     def publish(version: int) -> None:
-        manifest = publication.publish(version, [Tensor("w", "uint8", (len(WEIGHTS),), memoryview(WEIGHTS))])
+        manifest = publication.publish(version, [Tensor("w", "uint8", (len(WEIGHTS),), [memoryview(WEIGHTS)])])
         network.call_soon(network.servers.announce, manifest)
         network.call_soon(network.tickets.admit, version)
 

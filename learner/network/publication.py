@@ -12,8 +12,8 @@ import torch
 from asyncrl.config.parts import WEIGHT_CHANNELS, device_channels
 from asyncrl.config.run_sections import NetworkConfig
 from asyncrl.config.service_sections import RolloutConfig
+from asyncrl.devices.host_copies import host_pieces
 from asyncrl.errors import BadStateError, UserError
-from asyncrl.models.published import tensor_bytes
 from asyncrl.plugins import implementation
 from learner.network.servers import Servers
 from learner.training.engine import TorchEngine
@@ -119,4 +119,4 @@ def publish(
 def _tensors(engine: TorchEngine) -> Iterator[Tensor]:
     for name, tensor in engine.published_state():
         crash_point("weights.publishing")
-        yield Tensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor_bytes(tensor))
+        yield Tensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), host_pieces(tensor))

@@ -40,6 +40,8 @@ from learner.training.sharded_state import Stored, TensorPart
 from learner.training.updates import MasterUpdates, Updates
 
 T = TypeVar("T")
+GATHERED = 1 << 26
+"""Bytes of parts from which they are gathered: one collective per tensor waits more than it sends."""
 _RUN = "compute_with_whole_weights"
 """Method of the model around which FSDP gathers what belongs to no layer: embeddings, norms, output layer."""
 
@@ -102,14 +104,13 @@ class FullySharded(ShardedFiles):
         return local.new_tensor(math.sqrt(self._ranks.total(float(local) ** 2)))
 
     def weights_of(self, layer: nn.Module) -> dict[str, torch.Tensor]:
-        self.changed()
         names = {id(weight): name for name, weight in self._model.state_dict(keep_vars=True).items()}
-        return {name: self._whole(names[id(weight)], weight) for name, weight in layer.named_parameters()}
+        own = {names[id(weight)]: name for name, weight in layer.named_parameters()}
+        wholes = self._wholes((names[id(weight)], weight) for weight in layer.parameters())
+        return {own[name]: whole for name, whole in wholes}
 
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self.changed()
-        for name, tensor in published_parts(self._model):
-            yield name, self._whole(name, tensor)
+        return self._wholes(published_parts(self._model))
 
     def load_published(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.changed()
@@ -118,16 +119,41 @@ class FullySharded(ShardedFiles):
         for name, whole in fitting(outlines, tensors):
             self._set(parts[name], whole)
 
-    def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """All of a parameter or a buffer, as it computes."""
-        part = self.part_of(name, tensor)
-        if not isinstance(part, TensorPart):
-            return part
-        size, row = self._ranks.size, part.shape[1:].numel()
-        padded = nn.functional.pad(part.elements, (0, -(-part.shape[0] // size) * row - len(part.elements)))
-        gathered = padded.new_empty(size * len(padded))
-        dist.all_gather_into_tensor(gathered, padded)
-        return gathered[: part.shape.numel()].view(part.shape)
+    def _wholes(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of each parameter and buffer, as it computes: many parts by one collective."""
+        self.changed()
+        waiting: dict[str, TensorPart] = {}
+        for name, tensor in named:
+            part = self.part_of(name, tensor)
+            held = [other.elements for other in waiting.values()]
+            if (
+                not isinstance(part, TensorPart)
+                or sum(each.nbytes for each in held) > GATHERED
+                or any(each.dtype != part.elements.dtype for each in held)
+            ):
+                yield from self._gathered(waiting)
+                waiting = {}
+            if isinstance(part, TensorPart):
+                waiting[name] = part
+            else:
+                yield name, part
+        yield from self._gathered(waiting)
+
+    def _gathered(self, parts: Mapping[str, TensorPart]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors of parts of one dtype."""
+        if not parts:
+            return
+        size = self._ranks.size
+        lengths = [-(-part.shape[0] // size) * part.shape[1:].numel() for part in parts.values()]
+        own = [
+            nn.functional.pad(p.elements, (0, n - len(p.elements)))
+            for p, n in zip(parts.values(), lengths, strict=True)
+        ]
+        sent = torch.cat(own)
+        gathered = sent.new_empty(size, len(sent))
+        dist.all_gather_into_tensor(gathered.view(-1), sent)
+        for (name, part), of_ranks in zip(parts.items(), gathered.split(lengths, 1), strict=True):
+            yield name, of_ranks.reshape(-1)[: part.shape.numel()].view(part.shape)
 
     def part(self, whole: torch.Tensor | Stored, like: torch.Tensor) -> torch.Tensor:
         made = torch.empty_like(self.local(like))

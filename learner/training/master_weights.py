@@ -48,6 +48,10 @@ class MasterWeights:
             parameter = self._trained[name]
             master.grad, parameter.grad = parameter.grad, None
 
+    def norm(self) -> torch.Tensor:
+        """Norm of the gradients that `take_gradients` has moved, of this process's parts."""
+        return torch.nn.utils.get_total_norm([m.grad for m in self.stepped() if m.grad is not None])
+
     def drop_gradients(self) -> None:
         """Forget gradients that are not on the parameters any more."""
 

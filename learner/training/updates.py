@@ -113,25 +113,31 @@ class MasterUpdates:
         (loss if self._scale is None else loss * self._scale.value).backward()
 
     def step(self, check: Callable[[float], None]) -> dict[str, float]:
-        scale, stepped, lr = self._scale, self.masters.stepped(), float(self.schedule.get_last_lr()[0])
+        scale, lr = self._scale, float(self.schedule.get_last_lr()[0])
+        factor = scale.value if scale else 1.0
         self.masters.take_gradients()
-        if scale is not None:
-            for master in stepped:
-                if master.grad is not None:
-                    master.grad.div_(scale.value)
-        gradients = [master.grad for master in stepped if master.grad is not None]
-        norm = self._parts.norm(torch.nn.utils.get_total_norm(gradients))
-        torch.nn.utils.clip_grads_with_norm_(stepped, self._optim.max_grad_norm, norm)
-        grad_norm = float(norm)
+        grad_norm = float(self._parts.norm(self.masters.norm())) / factor
         if scale is not None and not math.isfinite(grad_norm):
             self.optimizer.zero_grad(set_to_none=True)
             return {"lr": lr, **scale.overflowed(grad_norm)}
         check(grad_norm)
+        self._divide_gradients(factor * max(1.0, (grad_norm + 1e-6) / self._optim.max_grad_norm))
         self.optimizer.step()
         self.masters.round_into_parameters()
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": grad_norm, "lr": lr, **(scale.went_well() if scale else {})}
+
+    def _divide_gradients(self, divisor: float) -> None:
+        """Take what the step is given off the loss's scale, and clip it: a fused AdamW does that as it reads them."""
+        stepped = [master for master in self.masters.stepped() if master.grad is not None]
+        optimizer: Any = self.optimizer
+        if self._kind == "adamw":  # as torch.amp.GradScaler tells it
+            divides = divisor != 1.0 and stepped
+            optimizer.grad_scale = torch.tensor(divisor, device=stepped[0].device) if divides else None
+            return
+        for master in stepped if divisor != 1.0 else ():
+            master.grad.div_(divisor)
 
     def drop_gradients(self) -> None:
         self.masters.drop_gradients()

@@ -94,7 +94,7 @@ class Rig:
     def publish(self, weights: Weights) -> WeightManifest:
         self.version += 1
         tensors = [
-            Tensor(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), tensor_bytes(t))
+            Tensor(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), [tensor_bytes(t)])
             for name, t in weights.items()
         ]
         return self.publication.publish(self.version, tensors, getattr(self.engine, "_adapter", None))

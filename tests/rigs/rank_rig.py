@@ -163,7 +163,7 @@ def _save_checkpoint(folder: Path, roles: Roles, processor: PromptProcessor) -> 
     gathered = AssertionError("a rank has gathered a whole tensor")
     with (
         mock.patch.object(DTensor, "full_tensor", side_effect=gathered),
-        mock.patch.object(FullySharded, "_whole", side_effect=gathered),
+        mock.patch.object(FullySharded, "_wholes", side_effect=gathered),
     ):
         if engine.adapter is None:
             engine.save_model(processor.processor, folder / "model")

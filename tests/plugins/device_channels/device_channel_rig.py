@@ -78,7 +78,7 @@ class DirectSocket:
 
 def as_published(weights: Weights) -> Iterable[Tensor]:
     for name, tensor in weights.items():
-        yield Tensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor_bytes(tensor))
+        yield Tensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), [tensor_bytes(tensor)])
 
 
 def some_weights(seed: int, megabytes: int = 0) -> dict[str, torch.Tensor]:

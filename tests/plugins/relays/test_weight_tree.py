@@ -30,7 +30,7 @@ class Fleet:
 
     def publish(self, version: int) -> None:
         self.version = version
-        self.publication.publish(version, [Tensor("w", "uint8", (4,), memoryview(b"1234"))])
+        self.publication.publish(version, [Tensor("w", "uint8", (4,), [memoryview(b"1234")])])
         self.parents = {}
 
     def _of_session(self, session: str) -> str | None:

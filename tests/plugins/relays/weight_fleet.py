@@ -35,7 +35,7 @@ LONGEST_S = 20.0
 def version(seed: int, tensors: int = 6) -> list[Tensor]:
     random = np.random.default_rng(seed)
     size = CHUNK_BYTES * 3 // 2
-    return [Tensor(f"w{n}", "uint8", (size,), memoryview(random.bytes(size))) for n in range(tensors)]
+    return [Tensor(f"w{n}", "uint8", (size,), [memoryview(random.bytes(size))]) for n in range(tensors)]
 
 
 class Learner:

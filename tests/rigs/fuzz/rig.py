@@ -113,7 +113,7 @@ class LearnerRig:
 
     def _publish(self) -> None:
         manifest = self.publication.publish(
-            self.version, [Tensor("w", "uint8", (len(self._weights),), memoryview(self._weights))]
+            self.version, [Tensor("w", "uint8", (len(self._weights),), [memoryview(self._weights)])]
         )
         self.network.call_soon(self.network.servers.announce, manifest)
         self.network.call_soon(self.network.tickets.admit, self.version)

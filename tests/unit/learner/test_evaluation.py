@@ -409,7 +409,7 @@ def test_the_evaluated_version_can_be_fetched_until_the_last_row_is_here(rig: Ri
     publication = rig.evaluations.publication
 
     def publish(version: int) -> None:
-        publication.publish(version, [Tensor("w", "float32", (1,), memoryview(bytes(4)))])
+        publication.publish(version, [Tensor("w", "float32", (1,), [memoryview(bytes(4))])])
 
     rig.join("a")
     publish(0)

@@ -68,6 +68,32 @@ def test_bf16_weights_are_those_of_fp32_training_rounded(make_config: MakeConfig
         assert p.grad is None
 
 
+@pytest.mark.parametrize("learner", [{}, {"cpu_offload": True}], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_clipped_updates_are_those_of_torch(make_config: MakeConfig, dtype: str, learner: dict[str, Any]) -> None:
+    """The norm is taken where gradients arrive, of sums over micro-batches; AdamW clips and unscales as it reads."""
+    optim = {"lr": 1e-3, "weight_decay": 0.0, "betas": [0.9, 0.95], "max_grad_norm": 0.5}
+    engine = prepared(make_config, dtype, None, **learner, optim=optim)
+    if dtype == "float16":
+        engine.updates._scale.value = 2.0**10
+    exact = {name: torch.nn.Parameter(p.detach().float().clone()) for name, p in trained(engine).items()}
+    adamw = torch.optim.AdamW(exact.values(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(3):
+        for weight in exact.values():
+            weight.grad = None
+        for part in (2 * step, 2 * step + 1):
+            given = {name: direction(name, p, part) / 64 for name, p in trained(engine).items()}
+            engine.backward(torch.stack([(p * given[n]).float().sum() for n, p in trained(engine).items()]).sum())
+            for name, weight in exact.items():
+                weight.grad = given[name].float() + (0 if weight.grad is None else weight.grad)
+        norm = torch.nn.utils.clip_grad_norm_(exact.values(), 0.5)
+        said = engine.optimizer_step()
+        assert said["grad_norm"] == pytest.approx(float(norm), rel=1e-6)
+        adamw.step()
+    for stepped, weight in zip(engine.updates.stepped(), exact.values(), strict=True):
+        torch.testing.assert_close(stepped.float(), weight.detach(), rtol=1e-5, atol=1e-6)
+
+
 def test_an_export_has_the_weights_that_sample_and_not_their_masters(make_config: MakeConfig, tmp_path: Path) -> None:
     """The policy is the masters rounded: a folder of masters would be another one."""
     for dtype in ("bfloat16", "float16"):

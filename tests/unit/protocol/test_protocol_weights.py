@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 from protocol import weights
 from protocol.download import MAX_CHUNK_BYTES, answer_chunk_request, fetch
@@ -38,7 +39,6 @@ from protocol.weight_file import (
     check_manifest,
     map_for_reading,
     open_shm,
-    plan_layout,
 )
 from protocol.weights import Publication, Tensor, remove_stale
 from tests.rigs.tiny import ROOT
@@ -50,7 +50,7 @@ def make_tensors(seed: int = 0, large: int = 100_000) -> list[Tensor]:
     """Odd sizes, an empty tensor, a scalar, several dtypes."""
     random = np.random.default_rng(seed)
     return [
-        Tensor(name, dtype, shape, memoryview(random.bytes(int(np.prod(shape)) * ITEMSIZE[dtype])))
+        Tensor(name, dtype, shape, (memoryview(random.bytes(int(np.prod(shape)) * ITEMSIZE[dtype])),))
         for name, dtype, shape in (
             ("embed", "bfloat16", (large, 3)),
             ("bias", "float32", (7,)),
@@ -68,7 +68,7 @@ def publication(tmp_path: Path) -> Iterator[Publication]:
 
 
 def assert_equals(tensors: list[Tensor], views: dict[str, memoryview]) -> None:
-    assert {t.name: bytes(t.data) for t in tensors} == {name: bytes(view) for name, view in views.items()}
+    assert {t.name: b"".join(t.pieces) for t in tensors} == {name: bytes(view) for name, view in views.items()}
 
 
 # --- layout ---------------------------------------------------------------------------------------
@@ -80,13 +80,17 @@ def assert_equals(tensors: list[Tensor], views: dict[str, memoryview]) -> None:
         ([("a", "float32", (2,), 8), ("a", "float32", (2,), 8)], "'a' is listed twice"),
         ([("a", "complex64", (2,), 16)], "dtype 'complex64'"),
         ([("a", "float32", (2,), 7)], r"float32\[2\] does not have 7 bytes"),
-        ([("a", "float32", (-1, -2), 8)], "does not have 8 bytes"),
+        ([("a", "float32", (-1, -2), 8)], r"cannot have the shape \[-1, -2\]"),
         ([], "nothing to publish"),
     ],
 )
-def test_impossible_layouts(tensors: list[tuple[str, str, tuple[int, ...], int]], message: str):
+def test_impossible_tensors(
+    publication: Publication, tmp_path: Path, tensors: list[tuple[str, str, tuple[int, ...], int]], message: str
+):
+    given = [Tensor(name, dtype, shape, [memoryview(bytes(nbytes))]) for name, dtype, shape, nbytes in tensors]
     with pytest.raises(PublicationError, match=message):
-        plan_layout(tensors)
+        publication.publish(1, given)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"], "no partial file stays behind"
 
 
 # --- shared memory --------------------------------------------------------------------------------
@@ -156,6 +160,48 @@ def test_the_file_of_a_dropped_version_is_filled_again_with_one_of_its_size(refi
     assert_equals(other, open_shm(refilled.publish(7, other)))
 
 
+def test_a_file_is_filled_again_with_more_or_less_than_it_held(refilled: Publication):
+    for version, large in enumerate((100, 100, 400_000, 50, 500_000, 400_000), 1):
+        tensors = make_tensors(version, large)
+        manifest = refilled.publish(version, tensors)
+        assert os.stat(manifest.shm_path).st_size == manifest.total_bytes
+        assert_equals(tensors, open_shm(manifest))
+
+
+def test_pieces_may_all_come_in_the_same_memory(publication: Publication):
+    """As from a GPU: what a piece was read from holds the next one. Several threads copy a large one."""
+    sizes, bucket = [3 << 20, 5, 2 << 20, 0, 1 << 20], bytearray(3 << 20)
+    given = [np.random.default_rng(size).bytes(size) for size in sizes]
+
+    def pieces() -> Iterator[memoryview]:
+        for data in given:
+            bucket[:] = bytes(len(bucket))
+            bucket[: len(data)] = data
+            yield memoryview(bucket)[: len(data)]
+
+    manifest = publication.publish(1, [Tensor("w", "uint8", (sum(sizes),), pieces())])
+    assert open_shm(manifest)["w"] == b"".join(given)
+
+
+def test_a_full_directory_lets_all_tensors_be_gathered(publication: Publication, monkeypatch: pytest.MonkeyPatch):
+    """The other ranks gather them, too: they would wait for one that has given up."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    asked: list[str] = []
+
+    def tensors() -> Iterator[Tensor]:
+        for tensor in make_tensors():
+            asked.append(tensor.name)
+            yield tensor
+
+    monkeypatch.setattr(WeightFile, "_write", full)
+    with pytest.raises(PublicationError, match="1 MiB"):
+        publication.publish(1, tensors())
+    assert asked == [tensor.name for tensor in make_tensors()]
+
+
 def test_a_file_that_is_still_read_is_not_filled_again(refilled: Publication):
     """Bytes that a server has mapped, or that a chunk is sending, stay as they were."""
     first = refilled.publish(1, make_tensors(1))
@@ -166,24 +212,27 @@ def test_a_file_that_is_still_read_is_not_filled_again(refilled: Publication):
         assert inode(refilled.publish(version, make_tensors(version))) not in used
     kept = mapped.pop("embed")
     del mapped
-    assert bytes(kept) == bytes(make_tensors(1)[0].data), "one view keeps the whole mapping"
-    assert bytes(chunk) == bytes(make_tensors(2)[0].data[:1000])
+    assert bytes(kept) == b"".join(make_tensors(1)[0].pieces), "one view keeps the whole mapping"
+    assert bytes(chunk) == b"".join(make_tensors(2)[0].pieces)[:1000]
 
 
 def test_a_reader_that_comes_while_a_file_is_filled_is_told_that_its_version_has_gone(tmp_path: Path):
     """The reader has opened the file under its old name, but locks it too late."""
     file = WeightFile.create(tmp_path / "v1")
-    file.fill([0], [memoryview(b"1111")])
+    with ThreadPoolExecutor() as pool:
+        file.put(0, [memoryview(b"11"), memoryview(b"11")], pool)
+    file.finish(4)
     file.show(tmp_path / "v1")
-    assert file.take_back(tmp_path / "v3", 4)
+    assert file.take_back(tmp_path / "v3")
     os.link(file.path, tmp_path / "v1")  # as if it had been opened before it was taken back
     with pytest.raises(FileNotFoundError, match="is being filled"):
         map_for_reading(tmp_path / "v1", 4)
-    file.fill([0], [memoryview(b"3333")])
+    with ThreadPoolExecutor() as pool:
+        assert file.put(0, [memoryview(b"3333")], pool) == (4, xxhash.xxh3_64_intdigest(b"3333"))
     file.show(tmp_path / "v3")
     held = map_for_reading(tmp_path / "v3", 4)
     assert bytes(held) == b"3333"
-    assert not file.take_back(tmp_path / "v5", 4), "it is still read"
+    assert not file.take_back(tmp_path / "v5"), "it is still read"
     file.remove()
     assert bytes(held) == b"3333"
 
@@ -249,7 +298,7 @@ def test_shared_memory_that_may_not_be_written_is_told_before_anything_is_publis
         weights.publication_folder()
 
 
-@pytest.mark.parametrize("where", ["fill", "show", "map_for_reading"])
+@pytest.mark.parametrize("where", ["put", "show", "map_for_reading"])
 def test_an_interrupted_publication_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str):
     """Ctrl-C may come at any moment; no other process removes a file whose lock has gone."""
 
@@ -269,7 +318,7 @@ import sys, time
 from pathlib import Path
 from protocol.weights import Publication, Tensor
 publication = Publication("crash", Path(sys.argv[1]))
-publication.publish(1, [Tensor("w", "uint8", (100,), memoryview(bytes(100)))])
+publication.publish(1, [Tensor("w", "uint8", (100,), [memoryview(bytes(100))])])
 print("ready", flush=True)
 time.sleep(60)
 """
