@@ -60,7 +60,7 @@ class PublicationError(Exception):
     """Weights that cannot be published or mapped; the message is for the user."""
 
 
-class Layout:
+class FileLayout:
     """Places of tensors in a file, one after another."""
 
     def __init__(self) -> None:
@@ -223,8 +223,8 @@ def open_shm(manifest: WeightManifest) -> dict[str, memoryview]:
 
 
 def check_manifest(manifest: WeightManifest) -> None:
-    """Raise ProtocolError MALFORMED unless offsets, sizes and shapes are those of `Layout`."""
-    layout = Layout()
+    """Raise ProtocolError MALFORMED unless offsets, sizes and shapes are those of `FileLayout`."""
+    layout = FileLayout()
     try:
         placed = [layout.place(t.name, t.dtype, t.shape) for t in manifest.tensors]
     except PublicationError as problem:

@@ -27,7 +27,7 @@ from protocol.codec import MIB
 from protocol.endpoints import SHARED_MEMORY
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import AdapterSpec, TensorEntry, WeightManifest
-from protocol.weight_file import PREFIX, THREADS, Layout, PublicationError, WeightFile, map_for_reading
+from protocol.weight_file import PREFIX, THREADS, FileLayout, PublicationError, WeightFile, map_for_reading
 
 KEPT_VERSIONS = 2
 """Newest versions that can be fetched at a time."""
@@ -192,7 +192,7 @@ class Publication:
     def _write(self, path: Path, tensors: Iterator[Tensor]) -> tuple[WeightFile, tuple[TensorEntry, ...], int]:
         """Write the file of a version, reusing an old file without readers. Returns it, what it holds, and its size."""
         file: WeightFile | None = None
-        layout, entries = Layout(), list[TensorEntry]()
+        layout, entries = FileLayout(), list[TensorEntry]()
         try:
             # Room first: the oldest goes before the new one is written, so there is never a copy more than are kept.
             for old in self._drop(KEPT_VERSIONS - 1):

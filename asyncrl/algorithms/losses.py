@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.algorithms.corrections import total_variation_exceeded
-from asyncrl.algorithms.ratios import PolicyTokens, bound, ratio, row_mean
+from asyncrl.algorithms.ratios import PolicyTokens, ratio, row_mean
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.installed_methods import method_of
-from asyncrl.config.methods import DppoConfig
 
 LARGEST_LOG_RATIO = 10.0
 """Bound of a trajectory's log-ratio plus a token's own in gspo."""
@@ -76,23 +74,6 @@ def cispo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     low, high = 1 - config.clip_ratio_low, 1 + config.clip_ratio_high
     outside = {"clip_fraction_high": r > high, "clip_fraction_low": r < low}
     return PolicyLoss(-r.clamp(low, high) * tokens.advantages * tokens.logprobs, outside)
-
-
-def dppo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
-    """-r A, r = pi_target / pi_behaviour, where the token's probability has not moved too far (DPPO with total
-    variation), and kl_tau (log r)^2 at every token: where it is dropped, that term alone leads back. Above
-    `algorithm.dppo.upper` r stays there and the token keeps its gradient, as in verl. It uses no proximal policy."""
-    difference, settings = tokens.logprobs - tokens.behaviour_logprobs, config.settings_of(DppoConfig)
-    dropped = total_variation_exceeded(tokens, settings.delta_low, settings.delta_high)
-    r = bound(difference).exp()
-    truncated = r > settings.upper
-    own = tokens.logprobs - tokens.logprobs.detach()
-    r = torch.where(truncated, settings.upper * own.exp(), r)
-    surrogate = torch.where(dropped, 0.0, -tokens.advantages * r)
-    return PolicyLoss(
-        surrogate + settings.kl_tau * difference**2,
-        {"clip_fraction_dppo": dropped, "truncation_fraction_dppo": truncated & ~dropped},
-    )
 
 
 @dataclass(frozen=True)

@@ -29,20 +29,6 @@ class GaeConfig(Section):
     """Give the advantages of a batch mean 0 and variance 1."""
 
 
-class DppoConfig(Section):
-    """`policy_loss: dppo` (arXiv 2602.04879)."""
-
-    delta_low: float = Field(default=0.2, gt=0, le=1)
-    """Largest fall of a token's probability below the behaviour's, if the advantage is negative."""
-    delta_high: float = Field(default=0.2, gt=0, le=1)
-    """Largest rise of a token's probability above the behaviour's, if the advantage is positive."""
-    upper: float = Field(default=20.0, gt=1)
-    """Largest weight target / behaviour of a token. Without a bound an unlikely token of negative advantage may weigh
-    millions, as its probability hardly moves."""
-    kl_tau: float = Field(default=1e-3, ge=0)
-    """Weight of the squared log-ratio of target and behaviour."""
-
-
 class M2poConfig(Section):
     """`selections: [m2po]` (arXiv 2510.01161)."""
 
@@ -187,13 +173,6 @@ POLICY_LOSSES = {
         formula="-sg[clip(r, 1 - low, 1 + high)] A log p",
         paper="2506.13585",
         defaults={"clip_ratio_low": 1.0, "clip_ratio_high": 0.28},
-    ),
-    "dppo": Method(
-        "asyncrl.algorithms.losses:dppo",
-        formula="-min(r, upper) A where |p_target - p_behaviour| is small, + tau (log r)^2",
-        paper="2602.04879",
-        weighs_behaviour=True,
-        settings=DppoConfig,
     ),
 }
 SELECTIONS = {

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from asyncrl.config.installed_methods import method_of
 from asyncrl.config.run_sections import RunSections
 
 _FIXES = {
@@ -84,8 +85,8 @@ def _drift_measures(config: RunSections) -> Iterator[tuple[str, str]]:
             yield f"algorithm.selections has {selection}", "Leave that selection out"
     if algorithm.proximal not in PROXIMAL_OF_TRUNCATED_SAMPLES:
         yield f"algorithm.proximal is {algorithm.proximal}", "Set algorithm.proximal=recompute"
-    if algorithm.policy_loss == "dppo":
-        yield "algorithm.policy_loss is dppo", "Set algorithm.policy_loss=ppo"
+    if (loss := method_of("policy_loss", algorithm.policy_loss)) and loss.weighs_behaviour:
+        yield f"algorithm.policy_loss is {loss.name}", "Set algorithm.policy_loss=ppo"
 
 
 def _sampling_arguments(engine_args: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from asyncrl.algorithms.corrections import total_variation_exceeded
 from asyncrl.algorithms.losses import PolicyLoss, gspo, ppo
 from asyncrl.algorithms.ratios import PolicyTokens, bound, ratio, row_mean, sequence_ratio
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl_plugins.methods.settings import KimiConfig, KlCovConfig, SapoConfig
+from asyncrl_plugins.methods.settings import DppoConfig, KimiConfig, KlCovConfig, SapoConfig
 
 
 def gmpo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
@@ -93,3 +94,20 @@ def kl_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     loss = -tokens.advantages * ratio(tokens.logprobs, tokens.proximal_logprobs)
     penalty = config.settings_of(KlCovConfig).coef * (tokens.logprobs - tokens.proximal_logprobs).abs()
     return PolicyLoss(torch.where(tokens.marked, loss + penalty, loss), {"clip_fraction_covariance": tokens.marked})
+
+
+def dppo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
+    """-r A, r = pi_target / pi_behaviour, where the token's probability has not moved too far (DPPO with total
+    variation), and kl_tau (log r)^2 at every token: where it is dropped, that term alone leads back. Above
+    `algorithm.dppo.upper` r stays there and the token keeps its gradient, as in verl. It uses no proximal policy."""
+    difference, settings = tokens.logprobs - tokens.behaviour_logprobs, config.settings_of(DppoConfig)
+    dropped = total_variation_exceeded(tokens, settings.delta_low, settings.delta_high)
+    r = bound(difference).exp()
+    truncated = r > settings.upper
+    own = tokens.logprobs - tokens.logprobs.detach()
+    r = torch.where(truncated, settings.upper * own.exp(), r)
+    surrogate = torch.where(dropped, 0.0, -tokens.advantages * r)
+    return PolicyLoss(
+        surrogate + settings.kl_tau * difference**2,
+        {"clip_fraction_dppo": dropped, "truncation_fraction_dppo": truncated & ~dropped},
+    )

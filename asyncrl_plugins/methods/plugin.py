@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from asyncrl.config.method import Method, MethodSet
 from asyncrl_plugins.methods.settings import (
     CppoConfig,
+    DppoConfig,
     GigpoConfig,
     GpgConfig,
     KimiConfig,
@@ -120,6 +121,13 @@ ADVANTAGES = {
     ),
 }
 POLICY_LOSSES = {
+    "dppo": Method(
+        "asyncrl_plugins.methods.losses:dppo",
+        formula="-min(r, upper) A where |p_target - p_behaviour| is small, + tau (log r)^2",
+        paper="2602.04879",
+        weighs_behaviour=True,
+        settings=DppoConfig,
+    ),
     "gmpo": Method(
         "asyncrl_plugins.methods.losses:gmpo",
         formula="-A exp(mean of log r, each clipped to [-low, high] where that lowers the objective)",

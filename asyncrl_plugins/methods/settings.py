@@ -94,6 +94,20 @@ class CppoConfig(Section):
     """Share of each group's trajectories that is not trained."""
 
 
+class DppoConfig(Section):
+    """`policy_loss: dppo` (arXiv 2602.04879)."""
+
+    delta_low: float = Field(default=0.2, gt=0, le=1)
+    """Largest fall of a token's probability below the behaviour's, if the advantage is negative."""
+    delta_high: float = Field(default=0.2, gt=0, le=1)
+    """Largest rise of a token's probability above the behaviour's, if the advantage is positive."""
+    upper: float = Field(default=20.0, gt=1)
+    """Largest weight target / behaviour of a token. Without a bound an unlikely token of negative advantage may weigh
+    millions, as its probability hardly moves."""
+    kl_tau: float = Field(default=1e-3, ge=0)
+    """Weight of the squared log-ratio of target and behaviour."""
+
+
 class SsbConfig(Section):
     """`algorithm.ssb` (arXiv 2504.16656): groups of earlier steps in the places of those that filters drop."""
 

@@ -52,3 +52,14 @@ def gradient(name: str, of: PolicyTokens | None = None, **settings: Any) -> torc
 
 def close(got: torch.Tensor, expected: Any, tolerance: float = 2e-6) -> None:
     torch.testing.assert_close(got, torch.as_tensor(expected, dtype=got.dtype), atol=tolerance, rtol=tolerance)
+
+
+def far_tokens(distances: list[float], advantage: float) -> PolicyTokens:
+    """One row whose log-probs have moved by these distances since it was sampled; all are unlikely."""
+    moved = torch.tensor(distances)
+    old = torch.full_like(moved, -200.0)
+    columns = (old, old, torch.full_like(moved, advantage), torch.zeros(len(moved), dtype=torch.long))
+    return PolicyTokens((old + moved).requires_grad_(), *columns, marked=torch.ones(len(moved), dtype=torch.bool))
+
+
+FAR = [-150.0, -25.0, -20.5, -3.0, 3.0, 20.5, 25.0, 150.0]

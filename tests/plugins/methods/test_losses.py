@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from pydantic import ValidationError
 
 from asyncrl.algorithms.corrections import correct
+from asyncrl.algorithms.loading import load_method
+from asyncrl.algorithms.losses import token_weights
 from asyncrl.algorithms.ratios import row_mean
 from asyncrl.algorithms.selections import Selections
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.load import load_config
+from asyncrl.demo.prepare import GRPO
+from asyncrl_plugins.methods.losses import dppo
 from asyncrl_plugins.methods.selections import token_covariance
-from tests.rigs.policy_tokens import GIVEN, ROW, VECTORS, close, flat, gradient, loss_of, tokens, total
-from tests.unit.asyncrl.test_policy_losses import FAR, far_tokens
+from tests.rigs.policy_tokens import (
+    FAR,
+    GIVEN,
+    MASK,
+    ROW,
+    VECTORS,
+    close,
+    far_tokens,
+    flat,
+    gradient,
+    loss_of,
+    tokens,
+    total,
+)
 from tests.unit.asyncrl.test_policy_losses import test_a_single_update_is_the_corrected_policy_gradient as single_update
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -135,3 +155,64 @@ def test_covariance_losses() -> None:
     found = gradient("clip_cov", moved)
     assert ((found == 0) | ~marked).all()
     assert Selections(AlgorithmConfig())(t, credit).marked is None
+
+
+def test_dppo() -> None:
+    given = VECTORS["dppo_tv_.2"]
+    shaped = tokens(flat(GIVEN["logp"]).requires_grad_())
+    policy = dppo(shaped, AlgorithmConfig.model_validate({"policy_loss": "dppo", "dppo": {"kl_tau": 0.0}}))
+    assert policy.indicators["clip_fraction_dppo"].tolist() == torch.tensor(given["masked"])[MASK].tolist()
+    close((token_weights(ROW, "token-mean", max_response_length=4) * policy.token_loss).sum(), given["loss_token_mean"])
+    (gradient,) = torch.autograd.grad(policy.token_loss.sum(), shaped.logprobs)
+    assert ((gradient == 0) == policy.indicators["clip_fraction_dppo"]).all()
+    with_kl = dppo(shaped, AlgorithmConfig.model_validate({"policy_loss": "dppo", "dppo": {"kl_tau": 0.5}})).token_loss
+    close(with_kl - policy.token_loss, 0.5 * (shaped.logprobs - shaped.behaviour_logprobs) ** 2)
+
+
+@pytest.mark.parametrize("updates", [1, 4])
+def test_m2po_is_the_ratio_to_the_behaviour_policy_at_the_tokens_that_it_keeps(updates: int) -> None:
+    """-A pi_target / pi_behaviour, no clip, whether or not the policy has moved since the step began (arXiv
+    2510.01161)."""
+    words = ["m2po", f"algorithm.updates_per_batch={updates}", "algorithm.m2po.threshold=1.0"]
+    config = load_config(GRPO, words).algorithm
+    logprobs = flat(GIVEN["logp"]).requires_grad_()
+    proximal = logprobs.detach() if updates == 1 else flat(GIVEN["old_logp"])
+    behaviour = proximal - torch.tensor([0.1, 1.2, -0.2, 0.05, -0.1, 2.5, 0.0])
+    of = tokens(logprobs, proximal_logprobs=proximal, behaviour_logprobs=behaviour)
+    t = Trajectories(torch.zeros(2), torch.zeros(2), ROW, behaviour, proximal_logprobs=proximal)
+    selected = Selections(config)(t, Credit(flat(GIVEN["adv"])))
+    dropped = selected.from_loss["m2po"]
+    assert dropped.nonzero()[:, 0].tolist() == [5]
+    correction = correct(of, config.correction, selected.from_loss)
+    loss = correction.weights * load_method("policy_loss", config.policy_loss, "policy_loss")(of, config).token_loss
+    found = torch.autograd.grad(loss.sum(), logprobs)[0]
+    ratio = (logprobs.detach() - behaviour).exp()
+    close(found, torch.where(dropped, 0.0, -flat(GIVEN["adv"]) * ratio))
+
+
+def test_the_penalty_of_dppo_leads_back_however_far_the_policy_has_moved() -> None:
+    found = gradient("dppo", far_tokens(FAR, 0.0), dppo={"kl_tau": 0.5})
+    close(found, torch.tensor(FAR), 1e-4)
+
+
+@pytest.mark.parametrize("upper", [20.0, 2.0, 100.0])
+def test_a_weight_of_dppo_is_truncated_and_keeps_its_gradient(upper: float) -> None:
+    """As in verl: -A sg[min(r, upper)] log p, at unlikely tokens, whose probability does not move."""
+    moved = torch.tensor([-1.0, 0.4, 2.9, 3.1, 12.0, 30.0])
+    given = {"kl_tau": 0.0} | ({} if upper == 20 else {"upper": upper})
+    of = far_tokens(moved.tolist(), -1.5)
+    close(gradient("dppo", of, dppo=given), 1.5 * moved.exp().clamp(max=upper), 1e-4)
+    indicators = loss_of("dppo", of, dppo=given)[0].indicators
+    assert torch.equal(indicators["truncation_fraction_dppo"], moved.exp() > upper)
+
+
+@pytest.mark.parametrize(
+    ("correction", "message"),
+    [
+        ({"kind": "icepop"}, "dppo already weighs by pi_target / pi_behaviour"),
+        ({"kind": "none", "masks": [{"kind": "dppo_tv"}]}, "leave the dppo_tv mask out"),
+    ],
+)
+def test_dppo_is_not_corrected_twice(correction: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=f"(?s){message}"):
+        AlgorithmConfig.model_validate({"policy_loss": "dppo", "correction": correction})

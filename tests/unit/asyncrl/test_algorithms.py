@@ -16,7 +16,7 @@ from asyncrl.algorithms.advantages import grpo, rloo
 from asyncrl.algorithms.corrections import Correction, correct
 from asyncrl.algorithms.diagnostics import STALENESS_BUCKETS, off_policy_diagnostics, off_policy_report
 from asyncrl.algorithms.loading import load_method
-from asyncrl.algorithms.losses import dppo, ppo, token_weights
+from asyncrl.algorithms.losses import ppo, token_weights
 from asyncrl.algorithms.ratios import (
     PolicyTokens,
     approximate_proximal,
@@ -169,18 +169,6 @@ def test_gradients_vanish_where_clipped() -> None:
     proximal = flat(LOSS["old_logp"]).requires_grad_()  # there the gradient is the policy gradient
     (gradient,) = torch.autograd.grad(ppo(tokens(proximal), AlgorithmConfig()).token_loss.sum(), proximal)
     close(gradient, -a)
-
-
-def test_dppo() -> None:
-    given = VECTORS["dppo_tv_.2"]
-    shaped = tokens(flat(LOSS["logp"]).requires_grad_())
-    policy = dppo(shaped, AlgorithmConfig.model_validate({"policy_loss": "dppo", "dppo": {"kl_tau": 0.0}}))
-    assert policy.indicators["clip_fraction_dppo"].tolist() == torch.tensor(given["masked"])[MASK].tolist()
-    close((token_weights(ROW, "token-mean", max_response_length=4) * policy.token_loss).sum(), given["loss_token_mean"])
-    (gradient,) = torch.autograd.grad(policy.token_loss.sum(), shaped.logprobs)
-    assert ((gradient == 0) == policy.indicators["clip_fraction_dppo"]).all()
-    with_kl = dppo(shaped, AlgorithmConfig.model_validate({"policy_loss": "dppo", "dppo": {"kl_tau": 0.5}})).token_loss
-    close(with_kl - policy.token_loss, 0.5 * (shaped.logprobs - shaped.behaviour_logprobs) ** 2)
 
 
 # --- corrections ----------------------------------------------------------------------------------
@@ -379,11 +367,6 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
     ({"proximal": "behaviour"}, r"kind token_tis, .*Set algorithm.proximal=recompute, or"),
     ({"proximal": "behaviour", "correction": {"kind": "none", "masks": [{"kind": "veto"}]}}, "masks veto"),
     ({"proximal": "linear", "selections": ["m2po"]}, "m2po needs .*Set algorithm.proximal=recompute"),
-    ({"policy_loss": "dppo", "correction": {"kind": "icepop"}}, "dppo already weighs by pi_target / pi_behaviour"),
-    (
-        {"policy_loss": "dppo", "correction": {"kind": "none", "masks": [{"kind": "dppo_tv"}]}},
-        "leave the dppo_tv mask out",
-    ),
 ]
 
 

@@ -8,13 +8,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms.corrections import correct
-from asyncrl.algorithms.loading import load_method
-from asyncrl.algorithms.ratios import PolicyTokens
-from asyncrl.algorithms.selections import Selections
-from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.installed_methods import methods
-from asyncrl.config.load import load_config
-from asyncrl.demo.prepare import GRPO
 from tests.rigs.policy_tokens import GIVEN, ROW, VECTORS, close, flat, gradient, loss_of, tokens, total
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,54 +47,6 @@ def test_published_token_means(name: str, settings: dict[str, Any], vector: str)
 def test_cispo_keeps_every_tokens_gradient() -> None:
     clipped = flat(GIVEN["ratio"]).clamp(0.8, 1.28)
     close(gradient("cispo", clip_ratio_low=0.2), -clipped * flat(GIVEN["adv"]))
-
-
-@pytest.mark.parametrize("updates", [1, 4])
-def test_m2po_is_the_ratio_to_the_behaviour_policy_at_the_tokens_that_it_keeps(updates: int) -> None:
-    """-A pi_target / pi_behaviour, no clip, whether or not the policy has moved since the step began (arXiv
-    2510.01161)."""
-    words = ["m2po", f"algorithm.updates_per_batch={updates}", "algorithm.m2po.threshold=1.0"]
-    config = load_config(GRPO, words).algorithm
-    logprobs = flat(GIVEN["logp"]).requires_grad_()
-    proximal = logprobs.detach() if updates == 1 else flat(GIVEN["old_logp"])
-    behaviour = proximal - torch.tensor([0.1, 1.2, -0.2, 0.05, -0.1, 2.5, 0.0])
-    of = tokens(logprobs, proximal_logprobs=proximal, behaviour_logprobs=behaviour)
-    t = Trajectories(torch.zeros(2), torch.zeros(2), ROW, behaviour, proximal_logprobs=proximal)
-    selected = Selections(config)(t, Credit(flat(GIVEN["adv"])))
-    dropped = selected.from_loss["m2po"]
-    assert dropped.nonzero()[:, 0].tolist() == [5]
-    correction = correct(of, config.correction, selected.from_loss)
-    loss = correction.weights * load_method("policy_loss", config.policy_loss, "policy_loss")(of, config).token_loss
-    found = torch.autograd.grad(loss.sum(), logprobs)[0]
-    ratio = (logprobs.detach() - behaviour).exp()
-    close(found, torch.where(dropped, 0.0, -flat(GIVEN["adv"]) * ratio))
-
-
-def far_tokens(distances: list[float], advantage: float) -> PolicyTokens:
-    """One row whose log-probs have moved by these distances since it was sampled; all are unlikely."""
-    moved = torch.tensor(distances)
-    old = torch.full_like(moved, -200.0)
-    columns = (old, old, torch.full_like(moved, advantage), torch.zeros(len(moved), dtype=torch.long))
-    return PolicyTokens((old + moved).requires_grad_(), *columns, marked=torch.ones(len(moved), dtype=torch.bool))
-
-
-FAR = [-150.0, -25.0, -20.5, -3.0, 3.0, 20.5, 25.0, 150.0]
-
-
-def test_the_penalty_of_dppo_leads_back_however_far_the_policy_has_moved() -> None:
-    found = gradient("dppo", far_tokens(FAR, 0.0), dppo={"kl_tau": 0.5})
-    close(found, torch.tensor(FAR), 1e-4)
-
-
-@pytest.mark.parametrize("upper", [20.0, 2.0, 100.0])
-def test_a_weight_of_dppo_is_truncated_and_keeps_its_gradient(upper: float) -> None:
-    """As in verl: -A sg[min(r, upper)] log p, at unlikely tokens, whose probability does not move."""
-    moved = torch.tensor([-1.0, 0.4, 2.9, 3.1, 12.0, 30.0])
-    given = {"kl_tau": 0.0} | ({} if upper == 20 else {"upper": upper})
-    of = far_tokens(moved.tolist(), -1.5)
-    close(gradient("dppo", of, dppo=given), 1.5 * moved.exp().clamp(max=upper), 1e-4)
-    indicators = loss_of("dppo", of, dppo=given)[0].indicators
-    assert torch.equal(indicators["truncation_fraction_dppo"], moved.exp() > upper)
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])

@@ -172,7 +172,6 @@ DRIFT_MEASURES: list[dict[str, Any]] = [
     {"selections": ["m2po"]},
     {"proximal": "loglinear"},
     {"proximal": "linear"},
-    {"policy_loss": "dppo", "correction": {"kind": "none"}},
 ]
 
 
