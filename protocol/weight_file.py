@@ -114,7 +114,7 @@ class WeightFile:
             return False
         return True
 
-    def put(self, offset: int, pieces: Iterable[memoryview], pool: Executor) -> tuple[int, str]:
+    def put(self, offset: int, pieces: Iterable[memoryview], pool: Executor) -> tuple[int, int]:
         """Put a tensor's bytes there, one piece after another. Returns the offset after them, and their checksum.
 
         A piece is read until the next one is asked for. Raises OSError, which may be ENOSPC for what is new.

@@ -24,10 +24,10 @@ from tests.rigs.forked_workers import fork_workers
 from tests.rigs.prefork import share_forks
 from tests.rigs.scripted_path import install_scripted_engine
 from tests.rigs.small_runs import logs
-from tests.rigs.tiny import ROOT, make_digits, make_tiny_model
+from tests.rigs.tiny import ROOT, make_digits, make_tiny_model, small_config
 from tests.rigs.two_processes import run_both
 
-__all__ = ["ROOT"]
+__all__ = ["ROOT", "small_config"]
 
 install_scripted_engine()
 
@@ -155,35 +155,6 @@ def make_config(tiny_model: Path, digits_data: Path, tmp_path: Path) -> Callable
 def wide_hf(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hf engine may spread a model over devices, as a plug-in's engine does."""
     monkeypatch.setitem(ROLLOUT_ENGINES.built_in, "hf", replace(ROLLOUT_ENGINES["hf"], spans_devices=True))
-
-
-def small_config(model: Path, data: Path, run_dir: Path, /, **sections: dict[str, Any]) -> RunConfig:
-    base: dict[str, Any] = {
-        "run_dir": str(run_dir),
-        "model": {"path": str(model), "dtype": "float32", "freeze_vision_tower": False},
-        "data": {
-            "train_files": [str(data / "rl.parquet")],
-            "val_files": [str(data / "eval.parquet")],
-            "max_prompt_length": 128,
-            "max_response_length": 8,
-        },
-        "batch": {"prompts_per_step": 4, "group_size": 4, "tokens_per_microbatch": 512},
-        "learner": {"max_staleness": 0, "cpu_threads": 1, "optim": {"lr": 1e-3, "weight_decay": 0.0}},
-        "rollout": {"cpu_threads": 1, "max_concurrent_sequences": 64},
-        "reward": {
-            "functions": [{"function": str(ROOT / "tests" / "rigs" / "short_reward.py:short")}],
-            "workers": 1,
-        },
-        "evaluation": {"before_training": False},
-        "trainer": {"max_steps": 3, "samples_per_step": 4},
-        "network": {"control_port": 0, "weights_port": 0, "heartbeat_s": 0.2},
-        "telemetry": {"learner_port": 0, "rollout_port": 0},
-    }
-    for section, values in sections.items():
-        base[section] = {**base.get(section, {}), **values}
-    if base["rollout"].get("engine") == "scripted":  # its log-probs are made up
-        base["alignment"] = {"rows": 0}
-    return RunConfig.model_validate(base)
 
 
 @pytest.fixture(scope="session")

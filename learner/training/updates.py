@@ -130,14 +130,14 @@ class MasterUpdates:
 
     def _divide_gradients(self, divisor: float) -> None:
         """Take what the step is given off the loss's scale, and clip it: a fused AdamW does that as it reads them."""
-        stepped = [master for master in self.masters.stepped() if master.grad is not None]
+        gradients = [master.grad for master in self.masters.stepped() if master.grad is not None]
         optimizer: Any = self.optimizer
         if self._kind == "adamw":  # as torch.amp.GradScaler tells it
-            divides = divisor != 1.0 and stepped
-            optimizer.grad_scale = torch.tensor(divisor, device=stepped[0].device) if divides else None
+            divides = divisor != 1.0 and gradients
+            optimizer.grad_scale = torch.tensor(divisor, device=gradients[0].device) if divides else None
             return
-        for master in stepped if divisor != 1.0 else ():
-            master.grad.div_(divisor)
+        for gradient in gradients if divisor != 1.0 else ():
+            gradient.div_(divisor)
 
     def drop_gradients(self) -> None:
         self.masters.drop_gradients()
