@@ -12,6 +12,7 @@ import gc
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, nargs="+", help="budgets of a micro-batch, one after the other")
     parser.add_argument("--offloaded", action="store_true", help="only with learner.cpu_offload")
+    parser.add_argument("--compiled", action="store_true", help="with learner.compile_layers, too, after without")
     parser.add_argument("--profile", action="store_true", help="one more update at the end, by kernel")
     arguments = parser.parse_args()
     shape = TINY if arguments.size == "tiny" else WHOLE
@@ -76,9 +78,11 @@ def main() -> None:
     model = make_model(folder / "model", arguments.size, dtype="bfloat16", device=arguments.device)
     whole = settings(arguments.size, arguments.device, "hf", 0.0, offload=True)
     random, length = np.random.default_rng(0), shape["data"]["max_response_length"]
-    for offload in (True,) if arguments.offloaded else (False, True):
+    for offload, compiled in product(
+        (True,) if arguments.offloaded else (False, True), (False, True) if arguments.compiled else (False,)
+    ):
         gc.collect()
-        sections = {**whole, "learner": {**whole["learner"], "cpu_offload": offload}}
+        sections = {**whole, "learner": {**whole["learner"], "cpu_offload": offload, "compile_layers": compiled}}
         config = cycle_config(model, folder, shape, **sections)
         learner = TorchEngine(config.model_settings, config.learner.optim, total_updates=10)
         learner.prepare()
@@ -101,7 +105,10 @@ def main() -> None:
                 took = update(learner, groups, tokens)
                 peak = size(torch.cuda.max_memory_allocated()) if arguments.device == "cuda" else "no device"
                 parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in took.items())
-                print(f"offload {offload}, {tokens} tokens, round {number}: {parts} s; peak {peak}", flush=True)
+                print(
+                    f"offload {offload}, compiled {compiled}, {tokens} tokens, round {number}: {parts} s; peak {peak}",
+                    flush=True,
+                )
         if arguments.profile:
             with torch.profiler.profile() as recorded:
                 update(learner, groups, budgets[-1])

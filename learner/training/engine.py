@@ -20,6 +20,7 @@ from asyncrl.devices.device import resolve_device
 from asyncrl.devices.sleeping import Sleeper, check_wake_parity, fixed_tokens
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.model_files.folder import base_fingerprint
+from asyncrl.models.compiled_layers import compile_layers
 from asyncrl.models.export import write_whole
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import add_adapter, describe_adapter, resolve_adapter, write_adapter_folder
@@ -94,6 +95,8 @@ class TorchEngine:
             freeze_parts(model, self._settings.model)
         if self._settings.learner.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self._settings.learner.compile_layers:
+            compile_layers(model)
         self.model: Any = model.train()
         if self.role == "actor":  # other roles are other models, or the policy that it was at first
             self.traces = token_traces(self._settings.algorithm, self._settings.model)
@@ -164,6 +167,7 @@ class TorchEngine:
 
     def _states(self, micro_batch: MicroBatch) -> torch.Tensor:
         with ExitStack() as taking:
+            taking.enter_context(_exact(self.device))  # compiled layers want both passes alike
             for name in self._replays.keys() & micro_batch.traces.keys():
                 taking.enter_context(self._replays[name](micro_batch.traces[name]))
             return hidden_states(self.model, self._inputs(micro_batch))[micro_batch.predict_from]

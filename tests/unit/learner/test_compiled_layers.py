@@ -1,0 +1,45 @@
+"""Compiled layers compute what the model's own do."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.config.schema import RunConfig
+from asyncrl.processing.processor import PromptProcessor
+from learner.training.engine import TorchEngine
+from tests.rigs.made_up_batch import made_up_batch
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU"),
+]
+
+
+@pytest.mark.parametrize("learner", [{}, {"gradient_checkpointing": True}], ids=str)
+@pytest.mark.parametrize("model", [{}, {"lora": {"rank": 2}}], ids=str)
+def test_losses_and_gradients_are_those_of_the_models_own_layers(
+    make_config: Callable[..., RunConfig], model: dict[str, Any], learner: dict[str, Any]
+) -> None:
+    found = []
+    for compiled in (False, True):
+        config = make_config(model=model, learner={**learner, "compile_layers": compiled})
+        engine = TorchEngine(config.model_settings, config.learner.optim, 10)
+        engine.prepare()
+        micro_batch = engine.pack(made_up_batch(config, PromptProcessor(config.model)).train_groups)
+        logprobs = engine.forward(micro_batch).logprobs
+        engine.backward(logprobs.sum())
+        gradients = {n: p.grad for n, p in engine.model.named_parameters() if p.grad is not None}
+        found.append((logprobs.detach(), gradients))
+    assert any(module._compiled_call_impl is not None for module in engine.model.modules())
+    (own, own_gradients), (compiled_logprobs, compiled_gradients) = found
+    torch.testing.assert_close(compiled_logprobs, own, rtol=1e-5, atol=1e-5)
+    assert own_gradients.keys() == compiled_gradients.keys()
+    for name, gradient in own_gradients.items():
+        torch.testing.assert_close(
+            compiled_gradients[name], gradient, rtol=1e-4, atol=float(gradient.abs().max()) * 1e-4
+        )
