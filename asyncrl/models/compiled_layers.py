@@ -1,8 +1,6 @@
-"""Compiled norms and gated layers of a model that is trained (torch.compile).
+"""Compiled norms and gated layers of a model that is trained (torch.compile): each reads and writes its states once.
 
-Between its matrix products a layer reads and writes its states in a dozen small kernels. A compiled norm, or the product
-behind a gate, reads them once. Sums and intermediate values are then in float32: in float32 the same up to the order of
-sums, in 16 bits without the roundings in between.
+Sums and values in between are then in float32: in 16 bits without the roundings of the model's own code.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from collections import Counter
 from typing import Any
 
 logger = logging.getLogger(__name__)
-
 ENDINGS = ("RMSNorm", "MLP")
 """Ends of the class names of layers that are compiled."""
 
@@ -23,5 +20,4 @@ def compile_layers(model: Any) -> None:
     for module in chosen:
         module.compile(dynamic=True)
     counts = Counter(type(module).__name__ for module in chosen)
-    said = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none: the model has no such layers"
-    logger.info("learner.compile_layers: %s", said)
+    logger.info("learner.compile_layers: %s", dict(counts) or "the model has no such layers")
