@@ -231,13 +231,10 @@ def check_manifest(manifest: WeightManifest) -> None:
         raise ProtocolError(ErrorCode.MALFORMED, f"manifest of version {manifest.version}: {problem}") from problem
     given = [(t.offset, t.nbytes) for t in manifest.tensors]
     if given != placed or manifest.total_bytes != layout.end or not layout.end:
-        differing = next(
-            (t.name for t, at in zip(manifest.tensors, placed, strict=True) if (t.offset, t.nbytes) != at), ""
-        )
         raise ProtocolError(
             ErrorCode.MALFORMED,
-            f"manifest of version {manifest.version}: {differing or 'the total size'} is not where the layout of its "
-            f"tensors has it ({manifest.total_bytes} bytes, by the layout {layout.end})",
+            f"manifest of version {manifest.version}: offsets, sizes or the total of {manifest.total_bytes} bytes "
+            f"differ from the layout of its tensors, of {layout.end} bytes",
         )
 
 

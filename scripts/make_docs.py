@@ -49,12 +49,13 @@ that you leave out, in the file or, where an override names the method, on the c
 aggregations (`algorithm.loss_agg_mode`) are combined freely, and so are the off-policy corrections
 (`algorithm.correction.*`); what does not fit together is refused at the start, with the reason. Formulas: `s` is the
 score of a trajectory, `A` the advantage of a token, `p` its probability under the policy that is trained, `r` its ratio
-to the proximal policy. A method's own settings stand in a section of its name, `algorithm.dppo.kl_tau=0.01`, which
-exists only where the method is chosen.
+to the proximal policy. A method's own settings stand in a section of its name, `algorithm.gae.lam=0.95`, which exists
+only where the method is chosen.
 
 These are the core's, in `asyncrl/algorithms/` with their rows in `asyncrl/config/methods.py`. Plug-ins bring more:
 [research methods](../asyncrl_plugins/methods/README.md),
 [losses that learn from demonstrations](../asyncrl_plugins/demonstrations/README.md),
+[a teacher that scores the student's samples](../asyncrl_plugins/distillation/README.md),
 [masked and distorted images](../asyncrl_plugins/perception/README.md),
 [experts](../asyncrl_plugins/moe/README.md),
 [a choice of rows](../asyncrl_plugins/curricula/README.md), and
@@ -121,6 +122,23 @@ has the mean reward of trajectories that saw other images as `other_images/rewar
 by `scripts/make_docs.py` from the rows in `plugin.py`.""",
 }
 PLUGINS |= {
+    "distillation": """# Distillation
+
+On-policy distillation: the student samples, and a teacher says of each token how likely it is. The credit of a token is
+log teacher - log student, which every token of every completion gets: no group has to differ, and no reward is needed
+([as a policy gradient](https://thinkingmachines.ai/blog/on-policy-distillation), arXiv 2306.13649).
+
+```bash
+asyncrl train run.yaml opd reference.path=models/teacher
+```
+
+The teacher is the reference policy of the run: a model folder of the student's family with the student's tokenizer, of
+any size, loaded in the learner. Tokenizers with other ids are refused by name. It scores prompts with their images, on
+ranks too, under adapters and in turns on one GPU; `reference.offload=true` keeps it in host memory between its passes.
+Rewards are shown beside, or mixed in by `algorithm.opd.reward_weight`. Both policies score a step's samples once more
+before its update, which costs two forward passes.
+
+Written by `scripts/make_docs.py` from the row in `plugin.py`.""",
     "curricula": """# Curricula
 
 Prompt sources, which pass over rows by their latest groups: a row that taught nothing lately is visited less often. One

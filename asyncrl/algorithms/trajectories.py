@@ -26,6 +26,7 @@ OF_TOKENS = frozenset(
         "entropies",
         "squared_probabilities",
         "values",
+        "reference_logprobs",
     ]
 )
 """Columns of Trajectories that run over tokens; the others are of rows."""
@@ -71,6 +72,8 @@ class Trajectories:
     """[N] sum over the vocabulary of that policy's squared probabilities."""
     values: torch.Tensor | None = None
     """[N] the critic's, of the state before each token."""
+    reference_logprobs: torch.Tensor | None = None
+    """[N] of the reference policy."""
     seed: int = 0
     """Seed of random draws; equal for a step that is recomputed."""
 

@@ -153,6 +153,7 @@ class LearnerStep:
             entropies=scored.entropies,
             squared_probabilities=scored.squared_probabilities,
             values=scored.values,
+            reference_logprobs=scored.reference_logprobs,
             seed=version,
             **self._turns(batch),
         )

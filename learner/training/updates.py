@@ -106,7 +106,7 @@ class MasterUpdates:
         self.masters = parts.masters(model)
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         self._numbered = [p for group in parameter_groups(names, self._trained, optim) for p in group["params"]]
-        self.optimizer = make_optimizer(kind, parameter_groups(names, self.masters.stepped(), optim), optim)
+        self.optimizer: Any = make_optimizer(kind, parameter_groups(names, self.masters.stepped(), optim), optim)
         self.schedule = make_schedule(self.optimizer, optim, total_updates)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -131,10 +131,9 @@ class MasterUpdates:
     def _divide_gradients(self, divisor: float) -> None:
         """Take what the step is given off the loss's scale, and clip it: a fused AdamW does that as it reads them."""
         gradients = [master.grad for master in self.masters.stepped() if master.grad is not None]
-        optimizer: Any = self.optimizer
         if self._kind == "adamw":  # as torch.amp.GradScaler tells it
             divides = divisor != 1.0 and gradients
-            optimizer.grad_scale = torch.tensor(divisor, device=gradients[0].device) if divides else None
+            self.optimizer.grad_scale = torch.tensor(divisor, device=gradients[0].device) if divides else None
             return
         for gradient in gradients if divisor != 1.0 else ():
             gradient.div_(divisor)

@@ -1,0 +1,73 @@
+"""Row of the method: an entry of the entry point group `asyncrl.methods`. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from asyncrl.config.method import Method, MethodSet
+from asyncrl.config.sections import Section
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import RunConfig
+
+
+class OpdConfig(Section):
+    """`adv_estimator: opd`: a teacher (`reference.path`) scores the student's own samples."""
+
+    teacher_weight: float = Field(default=1.0, gt=0)
+    """Weight of log teacher - log student at a token."""
+    reward_weight: float = Field(default=0.0, ge=0)
+    """Weight of GRPO's advantage of the rewards, beside the teacher's. At 0 rewards are only shown."""
+    largest: float = Field(default=10.0, gt=0)
+    """Largest distance of teacher and student at a token, in nats, that is taken: no single token decides a step."""
+
+
+def problems(config: RunConfig) -> Iterator[str]:
+    """Name what leaves the student without a teacher, or with one of another language, with the fix."""
+    teacher = config.reference.path
+    if not teacher or teacher == config.model.path:
+        yield (
+            f"algorithm.adv_estimator is opd, and reference.path is {teacher!r}: the student would be its own teacher. "
+            "Set reference.path to the teacher's folder"
+        )
+    if config.algorithm.kl_estimator == "full":
+        yield (
+            "algorithm.adv_estimator is opd, which reads the teacher's log-probs at sampled tokens, and "
+            "algorithm.kl_estimator is full. Set algorithm.kl_estimator=k1, or leave it out"
+        )
+    folders = [Path(config.model.path), Path(teacher)]
+    if teacher and all((folder / "tokenizer.json").is_file() for folder in folders):
+        student_ids, teacher_ids = map(_vocabulary, folders)
+        if student_ids != teacher_ids:
+            yield (
+                f"algorithm.adv_estimator is opd, and the tokenizer of reference.path {teacher!r} has other ids than "
+                f"that of model.path {config.model.path!r}. Choose a teacher with the student's tokenizer"
+            )
+
+
+def _vocabulary(folder: Path) -> str:
+    """Digest of the ids of a tokenizer's tokens."""
+    told = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    added = [(token["id"], token["content"]) for token in told.get("added_tokens", ())]
+    return hashlib.sha256(json.dumps([told["model"].get("vocab"), added], sort_keys=True).encode()).hexdigest()
+
+
+METHODS = MethodSet(
+    advantages={
+        "opd": Method(
+            "asyncrl_plugins.distillation.advantages:opd",
+            formula="teacher_weight (log teacher - log student) + reward_weight * grpo",
+            paper="2306.13649",
+            needs={"proximal", "reference"},
+            settings=OpdConfig,
+            problems=problems,
+        )
+    },
+    overlays=Path(__file__).parent / "overlays",
+)
