@@ -41,7 +41,7 @@ def train(folder: Path, arm: str, seed: int, words: list[str]) -> dict[str, Any]
     """The run of an arm and seed, or its record."""
     file = folder / "records.jsonl"
     for record in read_lines(file) if file.is_file() else ():
-        if (record["arm"], record["seed"]) == (arm, seed):
+        if (record["arm"], record["seed"], record["words"]) == (arm, seed, words):
             return record
     made, run = folder / f"demo-{seed}", folder / f"{arm}-{seed}"
     if not (made / "config.yaml").is_file():
@@ -52,7 +52,7 @@ def train(folder: Path, arm: str, seed: int, words: list[str]) -> dict[str, Any]
     evaluated = (f"evaluation.every_steps={EVERY}", "evaluation.before_training=true", "trainer.save_freq=0")
     cpu_s = call(*command, *words, "--unattended", f"run_dir={run}", f"trainer.seed={seed}", *evaluated, *ports)
     scores = {line["step"]: line["accuracy"] for line in read_lines(run / "evaluations.jsonl")}
-    record = {"arm": arm, "seed": seed, "cpu_s": round(cpu_s), "accuracy": scores}
+    record = {"arm": arm, "seed": seed, "cpu_s": round(cpu_s), "accuracy": scores, "words": words}
     with file.open("a", encoding="utf-8") as lines:
         lines.write(f"{json.dumps(record)}\n")
     return json.loads(json.dumps(record))

@@ -19,6 +19,7 @@ import threading
 import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -207,9 +208,8 @@ class Publication:
                     offset, nbytes = layout.place(name, dtype, shape)
                     end, xxh3 = file.put(offset, pieces, pool)
                     if end != offset + nbytes:
-                        raise PublicationError(
-                            f"tensor {name!r}: {dtype}{list(shape)} does not have {end - offset} bytes"
-                        )
+                        sizes = f"{dtype}{list(shape)} does not have {end - offset} bytes"
+                        raise PublicationError(f"tensor {name!r}: {sizes}")
                     entry = TensorEntry(name=name, dtype=dtype, shape=shape, offset=offset, nbytes=nbytes, xxh3=xxh3)
                     entries.append(entry)
             if layout.end == 0:
@@ -220,10 +220,12 @@ class Publication:
         except BaseException as problem:
             if file is not None:
                 file.remove()
+            if isinstance(problem, Exception):  # not Ctrl-C; ranks gather tensors together, and would wait for this one
+                for name, dtype, shape, _ in tensors:
+                    with suppress(PublicationError):
+                        layout.place(name, dtype, shape)  # the message says how much it is
             if not isinstance(problem, OSError):
                 raise
-            for name, dtype, shape, _ in tensors:  # ranks gather them together; and the message says how much it is
-                layout.place(name, dtype, shape)
             if problem.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise PublicationError(self._no_room(layout.end)) from None  # not the disk of the run
             raise PublicationError(f"cannot write weights to {path}: {problem}") from problem

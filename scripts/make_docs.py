@@ -125,18 +125,20 @@ PLUGINS |= {
     "distillation": """# Distillation
 
 On-policy distillation: the student samples, and a teacher says of each token how likely it is. The credit of a token is
-log teacher - log student, which every token of every completion gets: no group has to differ, and no reward is needed
-([as a policy gradient](https://thinkingmachines.ai/blog/on-policy-distillation), arXiv 2306.13649).
+log teacher - log student, which every token of every completion gets: no group has to differ
+([as a policy gradient](https://thinkingmachines.ai/blog/on-policy-distillation), arXiv 2306.13649). A reward function
+is named as in any run: it shows how good completions are, and teaches nothing.
 
 ```bash
 asyncrl train run.yaml opd reference.path=models/teacher
 ```
 
 The teacher is the reference policy of the run: a model folder of the student's family with the student's tokenizer, of
-any size, loaded in the learner. Tokenizers with other ids are refused by name. It scores prompts with their images, on
-ranks too, under adapters and in turns on one GPU; `reference.offload=true` keeps it in host memory between its passes.
-Rewards are shown beside, or mixed in by `algorithm.opd.reward_weight`. Both policies score a step's samples once more
-before its update, which costs two forward passes.
+any size, loaded in the learner. A tokenizer with other ids is refused by name, where both folders have a
+`tokenizer.json`. It scores prompts with their images, on ranks too, under adapters and in turns on one GPU;
+`reference.offload=true` keeps it in host memory between its passes. Rewards are mixed in by
+`algorithm.opd.reward_weight`; `reference_kl` in metrics.jsonl is the distance that is left. Both policies score a
+step's samples once more before its update, which costs two forward passes.
 
 Written by `scripts/make_docs.py` from the row in `plugin.py`.""",
     "curricula": """# Curricula

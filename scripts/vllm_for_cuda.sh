@@ -4,7 +4,7 @@
 #
 #     bash scripts/vllm_for_cuda.sh FOLDER
 set -euo pipefail
-FOLDER="${1:?usage: bash scripts/vllm_for_cuda.sh FOLDER}"
+FOLDER="$(realpath -m "${1:?usage: bash scripts/vllm_for_cuda.sh FOLDER}")"
 ROOT="$(cd "$(dirname "$0")/.." && pwd)"
 VLLM="$(sed -n 's/.*"vllm==\([0-9.]*\)".*/\1/p' "$ROOT/pyproject.toml")"
 PYTHON="${PYTHON:-python3}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl.algorithms.trajectories import Credit, Trajectories, group_statistics
+from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.methods import GaeConfig
 
@@ -60,11 +60,6 @@ def reinforce_plus_plus(t: Trajectories, config: AlgorithmConfig) -> Credit:
     """Discounted return of each token, whitened over the batch; groups play no part (REINFORCE++)."""
     returns = returns_to_come(t, config.gamma)
     return Credit(whiten(returns), returns)
-
-
-def reinforce_plus_plus_baseline(t: Trajectories, config: AlgorithmConfig) -> Credit:
-    """Score against its group's mean, whitened over the tokens of the batch (REINFORCE++-baseline)."""
-    return Credit(whiten(group_statistics(t.scores, t.group).centred[t.row]))
 
 
 def remax(t: Trajectories, config: AlgorithmConfig) -> Credit:

@@ -138,12 +138,6 @@ ADVANTAGES = {
         formula="whitened sum_k gamma^k r_(t+k)",
         paper="2501.03262",
     ),
-    "reinforce_plus_plus_baseline": Method(
-        "asyncrl.algorithms.token_advantages:reinforce_plus_plus_baseline",
-        formula="whitened (s - mean_group)",
-        paper="2501.03262",
-        compares_rows=True,
-    ),
     "remax": Method(
         "asyncrl.algorithms.token_advantages:remax",
         formula="s - score of a greedy completion",

@@ -14,7 +14,7 @@ PREFILL_TOKENS = 16_384
 """Most padded prompt tokens that the hf engine admits in one forward pass (a single prompt may be longer)."""
 GRADIENTS_IN_FLIGHT = 2
 """Gradients as large as the largest that may be on their way to the host, with learner.cpu_offload: beyond their bytes
-the backward pass waits for the oldest."""
+the backward pass waits for the oldest. As many rounded weights are on their way back."""
 SMALLEST_8BIT, BLOCK_8BIT = 4096, 256
 """learner.optimizer=adamw_8bit: elements of a tensor from which its moments have 8 bits, and elements that share a
 scale (bitsandbytes' own numbers)."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from functools import cache
 from typing import Any
 
@@ -27,22 +28,22 @@ class PinnedBuckets:
         """Waits until the last copy of each bucket has ended."""
         self._guard = threading.Lock()
 
-    def to_host(self, source: torch.Tensor) -> Iterator[torch.Tensor]:
+    def to_host(self, source: torch.Tensor) -> Generator[torch.Tensor]:
         """[N] uint8 on the device -> its bytes in host memory, one piece after another, each until the next is asked
         for: that one is on its way meanwhile."""
+        begun: deque[tuple[int, torch.Tensor]] = deque()
         with self._guard:
-            begun: deque[tuple[int, int]] = deque()
             for number, piece in self._pieces(source.numel()):
                 if len(begun) == 2:
                     yield self._arrive(*begun.popleft())
-                self._begin(number, self._buckets[number][: piece.stop - piece.start], source[piece])
-                begun.append((number, piece.stop - piece.start))
-            for item in begun:
-                yield self._arrive(*item)
+                begun.append((number, self._buckets[number][: piece.stop - piece.start]))
+                self._begin(*begun[-1], source[piece])
+            while begun:
+                yield self._arrive(*begun.popleft())
 
-    def _arrive(self, number: int, nbytes: int) -> torch.Tensor:
+    def _arrive(self, number: int, bucket: torch.Tensor) -> torch.Tensor:
         self._arrived[number]()
-        return self._buckets[number][:nbytes]
+        return bucket
 
     def to_device(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """[N] uint8 in any host memory -> [N] uint8 on the device, in the order of the current stream.
@@ -56,7 +57,7 @@ class PinnedBuckets:
                 bucket.copy_(source[piece])
                 self._begin(number, target[piece], bucket)
 
-    def _pieces(self, nbytes: int) -> Iterator[tuple[int, slice]]:
+    def _pieces(self, nbytes: int) -> Generator[tuple[int, slice]]:
         """Yield the bucket and the place of each piece."""
         for count, start in enumerate(range(0, nbytes, self._bucket_bytes)):
             yield count % 2, slice(start, min(start + self._bucket_bytes, nbytes))
@@ -93,11 +94,15 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host
 
 
-def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+def host_pieces(tensor: torch.Tensor) -> Generator[memoryview]:
     """Raw little-endian bytes of a tensor, one piece after another, each until the next one is asked for."""
     flat = flat_bytes(tensor.detach().contiguous())
-    for piece in _buckets(tensor.device).to_host(flat) if _is_on_gpu(tensor) else (flat.cpu(),):
-        yield piece.numpy().data
+    if not _is_on_gpu(tensor):
+        yield flat.cpu().numpy().data
+        return
+    with closing(_buckets(tensor.device).to_host(flat)) as pieces:
+        for piece in pieces:
+            yield piece.numpy().data
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -190,11 +190,11 @@ def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
 
 def _accumulate(trained: Sequence[torch.nn.Parameter], sums: Sequence[torch.Tensor], *, offloads: bool) -> None:
     """Let gradients be added to `sums`, which are there from the second micro-batch on, or leave the device."""
-    leaving: deque[object] = deque(maxlen=GRADIENTS_IN_FLIGHT)
+    leaving, largest = deque[tuple[torch.Tensor, ...]](), max(parameter.numel() for parameter in trained)
     for parameter, gradient in zip(trained, sums, strict=True):
         parameter.grad_dtype = torch.float32
         if offloads:
-            parameter.register_post_accumulate_grad_hook(partial(_take, leaving))
+            parameter.register_post_accumulate_grad_hook(partial(_take, leaving, GRADIENTS_IN_FLIGHT * 4 * largest))
         else:
             parameter.grad = gradient
 
@@ -206,10 +206,13 @@ def _moments(elements: int, optimizer: Optimizer) -> int:
     return 2 * (elements + 4 * -(-elements // BLOCK_8BIT))
 
 
-def _take(leaving: deque[object], parameter: torch.Tensor) -> None:
-    """Take a gradient off the device, as learner/training/offloaded_masters.py does: the last ones are still there,
-    with the sums that they are added to."""
-    leaving.append((parameter.grad, torch.empty_like(parameter, dtype=torch.float32)))
+def _take(leaving: deque[tuple[torch.Tensor, ...]], limit: int, parameter: torch.Tensor) -> None:
+    """Take a gradient off the device, as learner/training/offloaded_masters.py does: the last ones, with the sums that
+    they are added to, are still there, up to this many bytes."""
+    pair = cast(torch.Tensor, parameter.grad), torch.empty_like(parameter, dtype=torch.float32)
+    while leaving and sum(each.nbytes for held in leaving for each in held) + sum(each.nbytes for each in pair) > limit:
+        leaving.popleft()
+    leaving.append(pair)
     parameter.grad = None
 
 

@@ -16,8 +16,9 @@ ENDINGS = ("RMSNorm", "MLP")
 
 def compile_layers(model: Any) -> None:
     """Let them be compiled at their first pass; those of one class share the code."""
-    chosen = [module for module in model.modules() if type(module).__name__.endswith(ENDINGS)]
-    for module in chosen:
-        module.compile(dynamic=True)
-    counts = Counter(type(module).__name__ for module in chosen)
+    counts = Counter[str]()
+    for module in model.modules():
+        if (name := type(module).__name__).endswith(ENDINGS):
+            module.compile(dynamic=True)
+            counts[name] += 1
     logger.info("learner.compile_layers: %s", dict(counts) or "the model has no such layers")

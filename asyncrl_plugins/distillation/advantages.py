@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from asyncrl.algorithms.advantages import grpo
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
@@ -24,4 +22,4 @@ def opd(t: Trajectories, config: AlgorithmConfig) -> Credit:
     advantages = settings.teacher_weight * distances.clamp(min=-settings.largest, max=settings.largest)
     if settings.reward_weight:
         advantages = advantages + settings.reward_weight * grpo(t, config).advantages
-    return Credit(torch.nan_to_num(advantages))
+    return Credit(advantages)

@@ -36,6 +36,11 @@ def problems(config: RunConfig) -> Iterator[str]:
             f"algorithm.adv_estimator is opd, and reference.path is {teacher!r}: the student would be its own teacher. "
             "Set reference.path to the teacher's folder"
         )
+    if config.reference.moves:
+        yield (
+            "algorithm.adv_estimator is opd, and the reference moves: the student would become its own teacher. Leave "
+            "reference.reset_every_steps and reference.ema out"
+        )
     if config.algorithm.kl_estimator == "full":
         yield (
             "algorithm.adv_estimator is opd, which reads the teacher's log-probs at sampled tokens, and "
@@ -54,7 +59,7 @@ def problems(config: RunConfig) -> Iterator[str]:
 def _vocabulary(folder: Path) -> str:
     """Digest of the ids of a tokenizer's tokens."""
     told = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    added = [(token["id"], token["content"]) for token in told.get("added_tokens", ())]
+    added = sorted((token["id"], token["content"]) for token in told.get("added_tokens", ()))
     return hashlib.sha256(json.dumps([told["model"].get("vocab"), added], sort_keys=True).encode()).hexdigest()
 
 

@@ -11,11 +11,16 @@ import torch
 
 from asyncrl.algorithms.advantages import EPSILON, NO_SPREAD, has_spread, over_std, with_spread
 from asyncrl.algorithms.corrections import importance_weights
-from asyncrl.algorithms.token_advantages import returns_to_come
+from asyncrl.algorithms.token_advantages import returns_to_come, whiten
 from asyncrl.algorithms.trajectories import Credit, Trajectories, group_statistics
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.errors import BadStateError
 from asyncrl_plugins.methods.settings import GpgConfig, PassKConfig
+
+
+def reinforce_plus_plus_baseline(t: Trajectories, config: AlgorithmConfig) -> Credit:
+    """Score against its group's mean, whitened over the tokens of the batch (REINFORCE++-baseline)."""
+    return Credit(whiten(group_statistics(t.scores, t.group).centred[t.row]))
 
 
 def opo(t: Trajectories, config: AlgorithmConfig) -> Credit:

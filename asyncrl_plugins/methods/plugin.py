@@ -36,6 +36,12 @@ def pass_k_problems(config: RunConfig) -> Iterator[str]:
 
 
 ADVANTAGES = {
+    "reinforce_plus_plus_baseline": Method(
+        "asyncrl_plugins.methods.advantages:reinforce_plus_plus_baseline",
+        formula="whitened (s - mean_group)",
+        paper="2501.03262",
+        compares_rows=True,
+    ),
     "opo": Method(
         "asyncrl_plugins.methods.advantages:opo",
         formula="s - sum(l s) / sum(l) over the group, l the length",

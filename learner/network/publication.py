@@ -4,6 +4,7 @@ device memory for channels between devices. The learner's end of channels that p
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import closing
 from functools import partial
 from typing import Protocol
 
@@ -119,4 +120,5 @@ def publish(
 def _tensors(engine: TorchEngine) -> Iterator[Tensor]:
     for name, tensor in engine.published_state():
         crash_point("weights.publishing")
-        yield Tensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), host_pieces(tensor))
+        with closing(host_pieces(tensor)) as pieces:  # which may not be read to their end
+            yield Tensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), pieces)

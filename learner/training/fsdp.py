@@ -41,7 +41,7 @@ from learner.training.updates import MasterUpdates, Updates
 
 T = TypeVar("T")
 GATHERED = 1 << 26
-"""Bytes of parts from which they are gathered: one collective per tensor waits more than it sends."""
+"""Bytes of whole tensors that one collective gathers: one for each tensor would wait more than it sends."""
 _RUN = "compute_with_whole_weights"
 """Method of the model around which FSDP gathers what belongs to no layer: embeddings, norms, output layer."""
 
@@ -125,12 +125,10 @@ class FullySharded(ShardedFiles):
         waiting: dict[str, TensorPart] = {}
         for name, tensor in named:
             part = self.part_of(name, tensor)
-            held = [other.elements for other in waiting.values()]
-            if (
-                not isinstance(part, TensorPart)
-                or sum(each.nbytes for each in held) > GATHERED
-                or any(each.dtype != part.elements.dtype for each in held)
-            ):
+            # Sizes of whole tensors: those of parts differ between ranks, which must all cut at the same places.
+            held = [other.shape.numel() * other.elements.itemsize for other in waiting.values()]
+            dtypes = {other.elements.dtype for other in waiting.values()}
+            if not isinstance(part, TensorPart) or sum(held) > GATHERED or dtypes - {part.elements.dtype}:
                 yield from self._gathered(waiting)
                 waiting = {}
             if isinstance(part, TensorPart):

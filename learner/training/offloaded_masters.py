@@ -20,8 +20,6 @@ from torch import nn
 from asyncrl.config.parts import GRADIENTS_IN_FLIGHT
 from learner.training.master_weights import MasterWeights
 
-ROUNDED_IN_FLIGHT = 2
-"""Rounded weights on their way to the device at a time."""
 PIECE = 1 << 28
 """Numbers in a piece of pinned memory, 1 GiB."""
 
@@ -106,7 +104,7 @@ class _Link:
         """Ends of the copies that may not have ended, with the bytes that each holds, the oldest first."""
         self._arrived: dict[int, torch.Event] = {}
         """End of the last copy into each place in host memory."""
-        self._rounded = [torch.empty(0, dtype=torch.uint8)] * ROUNDED_IN_FLIGHT
+        self._rounded = [torch.empty(0, dtype=torch.uint8)] * GRADIENTS_IN_FLIGHT
         """Pinned buffers, one for each copy to the device that may be under way."""
         self._free = torch.empty(0)
         """Free rest of the newest piece of pinned memory."""
@@ -154,7 +152,7 @@ class _Link:
         if stream is None:
             parameter.copy_(master)
             return
-        while len(self._under_way) >= ROUNDED_IN_FLIGHT:
+        while len(self._under_way) >= GRADIENTS_IN_FLIGHT:
             self._under_way.popleft()[0].synchronize()
         nbytes = parameter.numel() * parameter.dtype.itemsize
         self._rounded.append(self._rounded.pop(0))  # the one that no copy under way reads

@@ -297,6 +297,8 @@ def _columns(part: MicroLoss, decided: Decided) -> dict[str, torch.Tensor]:
         columns["reference_kl"] = part.reference_kl
     elif decided.reward_kl is not None:
         columns["reference_kl"] = decided.reward_kl[part.place]
+    elif (theirs := decided.scored.reference_logprobs) is not None and decided.scored.proximal_logprobs is not None:
+        columns["reference_kl"] = (decided.scored.proximal_logprobs - theirs)[part.place]
     columns |= part.additional
     if part.tokens.provenance is not None:
         columns["inserted"] = part.tokens.provenance.is_inserted

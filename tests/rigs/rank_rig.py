@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl.config.schema import RunConfig
 from asyncrl.processing.processor import PromptProcessor
 from learner.ranks.group import Ranks
-from learner.training import sharded_state
+from learner.training import fsdp, sharded_state
 from learner.training.engine import TorchEngine
 from learner.training.fsdp import FullySharded
 from learner.training.reference import Reference
@@ -55,6 +55,10 @@ def run_ranks(
     codes = exit_codes(ranks, 600)
     assert codes == [0] * size, "\n".join(log.read_text()[-3000:] for log in logs)
     return json.loads((folder / "results.json").read_text())
+
+
+fsdp.GATHERED = 50_000
+"""Bytes, as few that a tiny model is gathered in several pieces."""
 
 
 def main(folder: Path) -> None:

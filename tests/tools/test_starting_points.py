@@ -16,8 +16,8 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import changed
 from asyncrl.devices.gpu_assignment import check_assignment
 from asyncrl.memory_plan.plan import make_plan
-from asyncrl.rewards.builtin import BUILTIN_REWARDS
 from asyncrl.rewards.sample import RewardSample
+from asyncrl.rewards.spec import load_reward
 from asyncrl_plugins.vllm.rules import device_problem
 from tests.rigs.tiny import ROOT
 
@@ -95,7 +95,7 @@ def test_its_rewards_and_columns_are_of_rows_like_those_it_names(
 ) -> None:
     config = load_config(FILES[name])
     sample = RewardSample(completion=GOOD, answer="60")
-    assert sum(BUILTIN_REWARDS[one.function](sample) * one.weight for one in config.reward.functions) == 1
+    assert sum(load_reward(one.function)(sample) * one.weight for one in config.reward.functions) == 1
     row = {config.data.prompt_key: "Find x.", "answer": "60"}
     if name not in TEXT:
         images = pq.read_table(digits_data / "rl.parquet").to_pylist()[0]["images"]

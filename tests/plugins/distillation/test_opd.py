@@ -76,6 +76,7 @@ def test_weights_mix_the_teacher_with_rewards_and_one_token_is_bounded() -> None
     [
         ([], "the student would be its own teacher. Set reference.path"),
         (["reference.path=elsewhere", "algorithm.kl_estimator=full"], "algorithm.kl_estimator is full"),
+        (["reference.path=elsewhere", "reference.ema=0.99"], "the reference moves"),
     ],
 )
 def test_what_is_no_distillation_is_refused(words: list[str], message: str) -> None:
@@ -120,5 +121,7 @@ def test_steps_lead_to_the_teacher(
         assert scored.reference_logprobs is not None
         distances.append(float((scored.proximal_logprobs - scored.reference_logprobs).square().mean()))
         behaviour = batch.behaviour_logprobs.index_put((batch.trained.flat,), scored.proximal_logprobs)
-        step(replace(batch, behaviour_logprobs=behaviour), version)
+        metrics = step(replace(batch, behaviour_logprobs=behaviour), version)
+        kl = float((scored.proximal_logprobs - scored.reference_logprobs).mean())
+        assert metrics["reference_kl"] == pytest.approx(kl, rel=1e-4)
     assert distances[-1] < 0.8 * distances[0]

@@ -12,7 +12,7 @@ import torch
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.demo.prepare import GRPO
 from asyncrl.errors import UserError
-from tests.rigs.estimates import LENGTHS, SCORES, VECTORS, close, estimate, trajectories
+from tests.rigs.estimates import LENGTHS, SCORES, VECTORS, close, estimate, kept, trajectories
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,6 +34,12 @@ def test_published_advantages_of_rows(name: str, settings: dict[str, Any], vecto
         t = trajectories(*([column[i] for i in order] for column in (SCORES["s"], group, LENGTHS)))
         expected = torch.tensor(VECTORS[vector][key])[order]
         close(estimate(name, t, **settings).advantages, expected[t.row], 2e-6)
+
+
+def test_published_reinforce_plus_plus_baseline() -> None:
+    given = VECTORS["reinforcepp_baseline"]
+    t = trajectories(SCORES["s"], [ord(uid) for uid in SCORES["uid"]], LENGTHS)
+    close(estimate("reinforce_plus_plus_baseline", t).advantages, kept(given["adv"], given["mask"]), 2e-6)
 
 
 @pytest.mark.parametrize("vector", [name for name in VECTORS if name.startswith("passk_training")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from asyncrl.algorithms.ratios import row_mean
 from asyncrl.algorithms.selections import Selections
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.installed_methods import methods
 from asyncrl.config.load import load_config
+from asyncrl.config.schema import RunConfig
 from asyncrl.demo.prepare import GRPO
 from asyncrl_plugins.methods.losses import dppo
 from asyncrl_plugins.methods.selections import token_covariance
@@ -216,3 +219,11 @@ def test_a_weight_of_dppo_is_truncated_and_keeps_its_gradient(upper: float) -> N
 def test_dppo_is_not_corrected_twice(correction: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=f"(?s){message}"):
         AlgorithmConfig.model_validate({"policy_loss": "dppo", "correction": correction})
+
+
+@pytest.mark.parametrize("name", [name for name, method in methods("policy_loss").items() if method.weighs_behaviour])
+def test_truncated_sampling_is_refused_by_losses_of_the_ratio_to_the_behaviour(
+    make_config: Callable[..., RunConfig], name: str
+) -> None:
+    with pytest.raises(ValidationError, match=rf"policy_loss is {name} and rollout.top_p=0.9: .*\(rollout.top_p=1\)"):
+        make_config(algorithm={"policy_loss": name, "correction": {"kind": "none"}}, rollout={"top_p": 0.9})
