@@ -13,8 +13,13 @@ def run_inspect(arguments: Namespace) -> NoReturn:
 
 
 def run_report(arguments: Namespace) -> int:
+    from asyncrl_plugins.viewer.report.reading import read_run
+    from asyncrl_plugins.viewer.report.trace import write_trace
     from asyncrl_plugins.viewer.report.write import write_report
 
+    if arguments.trace:
+        write_trace([read_run(path) for path in arguments.run_dirs], arguments.trace)
+        return 0
     write_report(arguments.run_dirs, arguments.output)
     return 0
 

@@ -13,6 +13,7 @@ def _add_report_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="default: RUN/report.html; of several: report.html"
     )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the timeline for Perfetto, and no page")
 
 
 def _add_watch_arguments(parser: ArgumentParser) -> None:

@@ -34,7 +34,7 @@ def lanes(run: RecordedRun) -> list[Lane]:
     for span in run.spans:
         recorded[span["who"]][span["what"]].append((span["since"], span["until"]))
     learner = recorded.pop(LEARNER, defaultdict(list))
-    for what, since, until in _parts_of_steps(run):
+    for what, since, until in parts_of_steps(run):
         learner[what].append((since, until))
     lanes = [Lane(LEARNER, exclusive(learner, LEARNER_ACTIVITIES))]
     handed_over: Spans = []
@@ -47,14 +47,14 @@ def lanes(run: RecordedRun) -> list[Lane]:
             handed_over += server["waking"]
         lanes.append(Lane(name, exclusive(server, SERVER_ACTIVITIES)))
     if turns:
-        handed_over += [(since, until) for what, since, until in _parts_of_steps(run) if what == "waking"]
+        handed_over += [(since, until) for what, since, until in parts_of_steps(run) if what == "waking"]
         everything = merge([span for spans in learner.values() for span in spans], USAGE_GAP_S)
         device = {"handing over": handed_over, "server's turn": turns, "learner's turn": everything}
         lanes.append(Lane("device", exclusive(device, DEVICE_TURNS)))
     return [lane for lane in lanes if any(lane.parts.values())]
 
 
-def _parts_of_steps(run: RecordedRun) -> Iterable[tuple[str, float, float]]:
+def parts_of_steps(run: RecordedRun) -> Iterable[tuple[str, float, float]]:
     """Divide each step, backwards from the time of its record. The learner wakes up before it learns."""
     for step in run.steps:
         at = number(step.get("time"))
