@@ -1,7 +1,7 @@
 """A run's recorded time as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open.
 
-Format: "Trace Event Format" of Chromium: complete events (`X`) in microseconds. A process of the run is a process of the
-trace, an activity a thread of it; what a span says beside its times (version, tokens) are the event's arguments.
+Format: "Trace Event Format" of Chromium: complete events (`X`) in microseconds. A process of the run is a process of
+the trace, an activity a thread of it; what a span says beside its times (version, tokens) are the event's arguments.
 """
 
 from __future__ import annotations
