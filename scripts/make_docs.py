@@ -130,7 +130,7 @@ log teacher - log student, which every token of every completion gets: no group 
 is named as in any run: it shows how good completions are, and teaches nothing.
 
 ```bash
-asyncrl train run.yaml opd reference.path=models/teacher
+asyncrl train runs/demo-1/grpo/config.yaml opd reference.path=runs/demo-1/grpo/export run_dir=runs/taught
 ```
 
 The teacher is the reference policy of the run: a model folder of the student's family with the student's tokenizer, of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +18,17 @@ from learner.training.reference import Reference
 from learner.training.roles import Critic, Roles
 from learner.training.step import LearnerStep
 from tests.rigs.made_up_batch import made_up_batch
-from tests.unit.learner.test_algorithm_overlays import ENVIRONMENT, OF_TURNS, OVERLAYS
+from tests.rigs.tiny import make_tiny_model
+from tests.unit.learner.test_algorithm_overlays import ENVIRONMENT, OF_TEACHERS, OF_TURNS, OVERLAYS
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_every_overlay_takes_steps_whose_numbers_are_finite(make_config: Callable[..., RunConfig]) -> None:
+def test_every_overlay_takes_steps_whose_numbers_are_finite(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
     """One model and one batch for all; the weights are put back before each."""
+    if OF_TEACHERS:
+        make_tiny_model(tmp_path / "teacher", intermediate=256)
     base = make_config(batch={"group_size": 8})
     engine = TorchEngine(base.model_settings, base.learner.optim, 100)
     engine.prepare()
@@ -32,7 +38,8 @@ def test_every_overlay_takes_steps_whose_numbers_are_finite(make_config: Callabl
     for name, file in OVERLAYS.items():
         sections = {k: v for k, v in yaml_text.parse(file.read_text(), name)[0].items() if k != "reward"}
         environment = {"environment": ENVIRONMENT} if name in OF_TURNS else {}
-        config = make_config(batch={"group_size": 8}, **sections, **environment)
+        teacher = {"reference": {"path": str(tmp_path / "teacher")}} if name in OF_TEACHERS else {}
+        config = make_config(batch={"group_size": 8}, **sections, **environment, **teacher)
         seen = made_up_batch(config, processor) if "greedy_row" in config.algorithm.needs else made
         batch = replace(seen, scores=2 * seen.scores, components={"only": seen.scores})
         engine.model.load_state_dict(start)

@@ -41,6 +41,6 @@ def test_two_runs_are_processes_of_their_own_and_a_run_without_time_is_refused(
     names = [e["args"]["name"] for e in json.loads(target.read_text())["traceEvents"] if e["name"] == "process_name"]
     assert f"{finished_run.name}: learner" in names
     empty.mkdir()
-    (empty / "config.yaml").write_text((finished_run / "config.yaml").read_text())
+    (empty / "metrics.jsonl").write_text("")
     assert main(["report", str(empty), "--trace", str(target)]) == 2
     assert "nothing has recorded its time" in capsys.readouterr().err

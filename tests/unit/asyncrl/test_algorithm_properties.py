@@ -82,6 +82,7 @@ class Made:
             entropies=entropies,
             squared_probabilities=squares,
             values=values,
+            reference_logprobs=behaviour - squares,
             outcomes=scores / 2,
             turn=place // 2,
             turn_rewards=squares * (place % 2),

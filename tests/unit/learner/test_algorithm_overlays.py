@@ -18,13 +18,16 @@ from tests.rigs.tiny import ROOT
 OVERLAYS = shipped_overlays("algorithms")
 OF_TURNS = [name for name, method in methods("advantage").items() if "turns" in method.needs]
 """Overlays of estimators that need an environment, by the same names."""
+OF_TEACHERS = [name for name, method in methods("advantage").items() if "reference" in method.needs]
+"""Overlays of estimators that need a reference policy of another path, by the same names."""
 ENVIRONMENT = {"name": "tests/rigs/lamp.py:Lamp", "workers": 8, "limits": {"tokens_per_turn": 4}}
 
 
 def over_the_demo(name: str, overlay: str) -> RunConfig:
-    """With an environment where the overlay needs one."""
+    """With an environment or a teacher where the overlay needs one."""
     environment = [f"environment.{key}={value}" for key, value in ENVIRONMENT.items()] if name in OF_TURNS else []
-    return load_config(GRPO, [*environment, overlay])
+    teacher = ["reference.path=models/teacher"] if name in OF_TEACHERS else []
+    return load_config(GRPO, [*environment, *teacher, overlay])
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
@@ -42,7 +45,7 @@ def test_an_overlay_is_short_says_what_it_is_and_loads_over_the_demo(name: str) 
 
 def test_a_word_on_a_runs_own_file_is_that_method_and_nothing_of_the_last_one(tmp_path: Path) -> None:
     """Each method over the file of the one before it in the alphabet; all pairs were compared once."""
-    names = [name for name in OVERLAYS if name not in OF_TURNS]
+    names = [name for name in OVERLAYS if name not in (*OF_TURNS, *OF_TEACHERS)]
     file = tmp_path / "config.yaml"
     for before, name in zip([names[-1], *names], names, strict=False):
         file.write_text(dump_config(load_config(GRPO, [before])))

@@ -55,7 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{
         name: {"adv_estimator": name}
         for name, method in methods("advantage").items()
-        if name not in ("grpo", "gpg", "dr_grpo") and not method.needs & {"critic", "greedy_row", "turns"}
+        if name not in ("grpo", "gpg", "dr_grpo") and not method.needs & {"critic", "greedy_row", "reference", "turns"}
     },
 }
 WIDE: dict[str, dict[str, float]] = {
