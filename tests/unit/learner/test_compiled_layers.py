@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,10 @@ from tests.rigs.made_up_batch import made_up_batch
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU"),
+    pytest.mark.skipif(
+        shutil.which("g++") is None or not Path(sysconfig.get_path("include"), "Python.h").is_file(),
+        reason="torch.compile needs a C++ compiler and Python's headers on a CPU",
+    ),
 ]
 
 
