@@ -25,8 +25,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("learner", [{}, {"gradient_checkpointing": True}], ids=str)
-@pytest.mark.parametrize("model", [{}, {"lora": {"rank": 2}}], ids=str)
+@pytest.mark.parametrize(
+    ("model", "learner"), [({}, {}), ({"lora": {"rank": 2}}, {"gradient_checkpointing": True})], ids=str
+)
 def test_losses_and_gradients_are_those_of_the_models_own_layers(
     make_config: Callable[..., RunConfig], model: dict[str, Any], learner: dict[str, Any]
 ) -> None:
