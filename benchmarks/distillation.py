@@ -22,7 +22,8 @@ from typing import Any
 
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl_plugins.demos.llm import ADAPTERS
-from benchmarks.against_trl import ROOT
+from benchmarks.against_trl import ROOT, UNATTENDED
+from benchmarks.easy_vqa import read_records
 
 EVERY = 2
 """Steps between two scores of the held-out rows."""
@@ -40,17 +41,16 @@ def call(*words: str) -> float:
 def train(folder: Path, arm: str, seed: int, words: list[str]) -> dict[str, Any]:
     """The run of an arm and seed, or its record."""
     file = folder / "records.jsonl"
-    for record in read_lines(file) if file.is_file() else ():
+    for record in read_records(file):
         if (record["arm"], record["seed"], record["words"]) == (arm, seed, words):
             return record
     made, run = folder / f"demo-{seed}", folder / f"{arm}-{seed}"
     if not (made / "config.yaml").is_file():
         call("-m", "asyncrl_plugins.demos.llm", str(made), "--seed", str(seed))
-    ports = [f"network.{port}=0" for port in ("control_port", "weights_port")]
-    ports += [f"telemetry.{port}=0" for port in ("learner_port", "rollout_port")]
     command = ("-m", "asyncrl", "train", str(made / "config.yaml"), str(ADAPTERS))
-    evaluated = (f"evaluation.every_steps={EVERY}", "evaluation.before_training=true", "trainer.save_freq=0")
-    cpu_s = call(*command, *words, "--unattended", f"run_dir={run}", f"trainer.seed={seed}", *evaluated, *ports)
+    scored = {"evaluation.every_steps": EVERY, "evaluation.before_training": "true", "trainer.save_freq": 0}
+    settings = UNATTENDED | scored | {"run_dir": run, "trainer.seed": seed}
+    cpu_s = call(*command, *words, "--unattended", *(f"{key}={value}" for key, value in settings.items()))
     scores = {line["step"]: line["accuracy"] for line in read_lines(run / "evaluations.jsonl")}
     record = {"arm": arm, "seed": seed, "cpu_s": round(cpu_s), "accuracy": scores, "words": words}
     with file.open("a", encoding="utf-8") as lines:

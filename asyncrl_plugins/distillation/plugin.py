@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
+import filecmp
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -46,21 +46,23 @@ def problems(config: RunConfig) -> Iterator[str]:
             "algorithm.adv_estimator is opd, which reads the teacher's log-probs at sampled tokens, and "
             "algorithm.kl_estimator is full. Set algorithm.kl_estimator=k1, or leave it out"
         )
-    folders = [Path(config.model.path), Path(teacher)]
-    if teacher and all((folder / "tokenizer.json").is_file() for folder in folders):
-        student_ids, teacher_ids = map(_vocabulary, folders)
-        if student_ids != teacher_ids:
-            yield (
-                f"algorithm.adv_estimator is opd, and the tokenizer of reference.path {teacher!r} has other ids than "
-                f"that of model.path {config.model.path!r}. Choose a teacher with the student's tokenizer"
-            )
+    files = [Path(folder) / "tokenizer.json" for folder in (config.model.path, teacher)]
+    if teacher and all(file.is_file() for file in files) and not _same_ids(*files):
+        yield (
+            f"algorithm.adv_estimator is opd, and the tokenizer of reference.path {teacher!r} has other ids than "
+            f"that of model.path {config.model.path!r}. Choose a teacher with the student's tokenizer"
+        )
 
 
-def _vocabulary(folder: Path) -> str:
-    """Digest of the ids of a tokenizer's tokens."""
-    told = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    added = sorted((token["id"], token["content"]) for token in told.get("added_tokens", ()))
-    return hashlib.sha256(json.dumps([told["model"].get("vocab"), added], sort_keys=True).encode()).hexdigest()
+def _same_ids(student: Path, teacher: Path) -> bool:
+    """Whether two tokenizers have the same ids. Equal files, the usual case, are not parsed: a configuration is checked
+    many times."""
+    return filecmp.cmp(student, teacher, shallow=False) or _ids(student) == _ids(teacher)
+
+
+def _ids(tokenizer: Path) -> tuple[Any, list[tuple[int, str]]]:
+    told = json.loads(tokenizer.read_text(encoding="utf-8"))
+    return told["model"].get("vocab"), sorted((token["id"], token["content"]) for token in told.get("added_tokens", ()))
 
 
 METHODS = MethodSet(

@@ -150,10 +150,9 @@ def check_arguments(folder: Path) -> str:
     return "; ".join(said)
 
 
-def check_ban(made: Any) -> None:
-    """The model runner of CUDA makes our processor, which leaves the banned id no probability."""
+def made_by_runner(vllm_config: Any, processors: Any) -> Any:
+    """The one logits processor, as vLLM's Model Runner V2 makes it."""
     import torch
-    from vllm.sampling_params import SamplingParams  # pyright: ignore[reportMissingImports]
     from vllm.v1.worker.gpu.sample.logits_processor import (  # pyright: ignore[reportMissingImports]
         build_custom_logits_processors,
     )
@@ -163,7 +162,16 @@ def check_ban(made: Any) -> None:
 
     fields: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(LogitsProcRequestState))
     state: Any = SimpleNamespace(**{**fields, "device": torch.device("cpu")})
-    (ban,) = build_custom_logits_processors(made, state, False, made.model_config.logits_processors)
+    (ban,) = build_custom_logits_processors(vllm_config, state, False, processors)
+    return ban
+
+
+def check_ban(made: Any) -> None:
+    """The model runner of CUDA makes our processor, which leaves the banned id no probability."""
+    import torch
+    from vllm.sampling_params import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    ban = made_by_runner(made, made.model_config.logits_processors)
     assert ban.add_request(0, SamplingParams())
     after = ban.apply(torch.zeros(1, 10), None)
     assert after.isneginf().nonzero()[:, 1].tolist() == [BANNED]

@@ -57,13 +57,10 @@ def run_ranks(
     return json.loads((folder / "results.json").read_text())
 
 
-fsdp.GATHERED = 50_000
-"""Bytes, as few that a tiny model is gathered in several pieces."""
-
-
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     make_small()
+    fsdp.GATHERED = 50_000  # bytes, as few that a tiny model is gathered in several pieces
     sharded_state.FILE_BYTES = 20_000  # else all of it is in one file
     rig: dict[str, Any] = json.loads((folder / "rig.json").read_text())
     ranks = join()

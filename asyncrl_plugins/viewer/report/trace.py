@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import UserError
-from asyncrl.telemetry.jsonl import write_atomically
 from asyncrl.telemetry.timeline import LEARNER
 from asyncrl_plugins.viewer.recorded_run.run import RecordedRun
 from asyncrl_plugins.viewer.report.activity import parts_of_steps
+from asyncrl_plugins.viewer.report.write import write_file
 
 
 def write_trace(runs: Sequence[RecordedRun], target: Path) -> None:
@@ -25,11 +25,7 @@ def write_trace(runs: Sequence[RecordedRun], target: Path) -> None:
     spans = [(f"{run.path.name}: " if len(runs) > 1 else "", span) for run in runs for span in _spans(run)]
     if not spans:
         raise UserError("nothing has recorded its time in these runs: there is no timeline.jsonl, and no step")
-    events = list(_events(spans))
-    try:
-        write_atomically(target, json.dumps({"traceEvents": events}).encode(), durable=False)
-    except OSError as problem:
-        raise UserError(f"cannot write {target}: {problem.strerror}. Name another file with --trace") from None
+    write_file(target, json.dumps({"traceEvents": list(_events(spans))}).encode(), "--trace")
     print(f"{target}  {len(spans):,} spans: open it at https://ui.perfetto.dev, which reads it in the browser")
 
 

@@ -22,9 +22,14 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Path:
     page = page_of(runs[0]) if len(runs) == 1 else page_of_many(runs)
     target = output or (run_dirs[0] / FILE if len(runs) == 1 else Path(FILE))
     data = page.encode(errors="backslashreplace")
+    write_file(target, data, "-o")
+    print(f"{target}  {len(data) / 1e6:.1f} MB, {time.monotonic() - began:.1f} s")
+    return target
+
+
+def write_file(target: Path, data: bytes, option: str) -> None:
+    """Write the whole file or none. Raises UserError where it cannot be written; `option` names another."""
     try:
         write_atomically(target, data, durable=False)
     except OSError as problem:
-        raise UserError(f"cannot write {target}: {problem.strerror}. Name another file with -o") from None
-    print(f"{target}  {len(data) / 1e6:.1f} MB, {time.monotonic() - began:.1f} s")
-    return target
+        raise UserError(f"cannot write {target}: {problem.strerror}. Name another file with {option}") from None

@@ -16,6 +16,7 @@ from asyncrl_plugins.vllm.start import engine_arguments
 from rollout_server.engines.arrived_weights import ArrivedWeights
 from rollout_server.engines.base import Completion, EngineDied
 from tests.plugins.vllm.vllm_rig import NEEDS_VLLM
+from tests.rigs.cuda_stand_in import made_by_runner
 from tests.rigs.engine_checks import (
     behind_begun,
     check_bans,
@@ -97,11 +98,7 @@ def test_the_model_runner_that_cuda_gets_takes_the_ban_too(rig: Rig, monkeypatch
     from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
     from vllm.sampling_params import SamplingParams  # pyright: ignore[reportMissingImports]
     from vllm.v1.worker.gpu.sample.logits_processor import (  # pyright: ignore[reportMissingImports]
-        build_custom_logits_processors,
         build_custom_logits_processors_params_validator,
-    )
-    from vllm.v1.worker.gpu.sample.logits_processor.interface import (  # pyright: ignore[reportMissingImports]
-        LogitsProcRequestState,
     )
 
     banned = list(rig.processor.placeholder_ids)
@@ -111,10 +108,8 @@ def test_the_model_runner_that_cuda_gets_takes_the_ban_too(rig: Rig, monkeypatch
     assert known >= set(engine_arguments(turns, cuda=True, text_config=None, banned=[]))
     named: Any = engine_arguments(rig.config, cuda=True, text_config=None, banned=banned)
     build_custom_logits_processors_params_validator(named["logits_processors"])(SamplingParams())
-    fields: dict[str, Any] = dict.fromkeys(f.name for f in dataclasses.fields(LogitsProcRequestState))
-    states: Any = SimpleNamespace(**{**fields, "device": torch.device("cpu")})
-    vllm_config: Any = SimpleNamespace(additional_config=named["additional_config"])
-    (ban,) = build_custom_logits_processors(vllm_config, states, False, named["logits_processors"])
+    vllm_config = SimpleNamespace(additional_config=named["additional_config"])
+    ban = made_by_runner(vllm_config, named["logits_processors"])
     assert ban.add_request(0, SamplingParams()), "else V2 leaves the request's logits as they are"
     logits = torch.zeros(2, max(banned) + 2)
     after = ban.apply(logits, None)
