@@ -151,7 +151,7 @@ def check_arguments(folder: Path) -> str:
 
 
 def made_by_runner(vllm_config: Any, processors: Any) -> Any:
-    """The one logits processor, as vLLM's Model Runner V2 makes it."""
+    """Logits processor as vLLM's Model Runner V2 makes it, of the one that is named."""
     import torch
     from vllm.v1.worker.gpu.sample.logits_processor import (  # pyright: ignore[reportMissingImports]
         build_custom_logits_processors,
