@@ -12,7 +12,7 @@ import numpy as np
 from asyncrl.data.images import decode_image
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.processing.encoded_prompt import EncodedPrompt, VideoFrames
-from asyncrl_plugins.vllm.plugin import ROUTED_EXPERTS, too_cold
+from asyncrl_plugins.vllm.plugin import ROUTED_EXPERTS, temperature_problem
 from protocol.messages import FinishReason, TokenTraces
 from rollout_server.engines.base import Completion, GenerationRequest, version_column
 
@@ -23,7 +23,7 @@ ABORTED = "abort"
 def check_request(request: GenerationRequest, banned: tuple[int, ...], max_tokens: int) -> None:
     """Raises UserError for what this engine, which bans `banned` and has room for `max_tokens`, cannot honour."""
     sampling, row = request.sampling, request.prompt.row_id
-    if problem := too_cold(sampling.temperature):
+    if problem := temperature_problem(sampling.temperature):
         raise UserError(f"the temperature of ticket {request.request_id} is {problem}")
     if set(banned) != set(sampling.banned_token_ids):
         raise UserError(

@@ -9,8 +9,8 @@ from asyncrl.config.parts import RolloutEngine
 from asyncrl.config.run_sections import RunSections
 from asyncrl.plugins import description, installed
 
-COLDEST = 0.01
-"""Lowest temperature that vLLM samples at, except 0 (greedy). It replaces lower ones by this without a word."""
+COLDEST, HOTTEST = 0.01, 2.0
+"""Temperatures that vLLM samples at, except 0 (greedy). It replaces lower ones without a word, and refuses higher."""
 LARGEST_RANK = 512
 """Largest rank of adapters that vLLM has a slot for."""
 ROUTED_EXPERTS = "routing_replay"
@@ -27,7 +27,7 @@ def problems(config: RunSections) -> Iterator[str]:
             "model.float32_head=false or rollout.engine=hf"
         )
     for section in ("rollout", "evaluation"):
-        problem = too_cold(getattr(config, section).temperature)
+        problem = temperature_problem(getattr(config, section).temperature)
         if problem:
             yield f"{section}.temperature is {problem}"
     if config.trainer.mode == "sync" and config.rollout.sleep_level == 2 and config.model.lora.rank:
@@ -48,8 +48,10 @@ def problems(config: RunSections) -> Iterator[str]:
         )
 
 
-def too_cold(temperature: float) -> str:
-    """Error message for a temperature below vLLM's minimum, from its value on; empty if valid."""
+def temperature_problem(temperature: float) -> str:
+    """Error message for a temperature outside vLLM's limits, from its value on; empty if valid."""
+    if temperature > HOTTEST:
+        return f"{temperature:g}; vllm takes at most {HOTTEST:g}. Lower it, or set rollout.engine=hf"
     if not 0 < temperature < COLDEST:
         return ""
     return (

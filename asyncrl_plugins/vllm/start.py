@@ -252,8 +252,12 @@ def start_vllm(
         logger.info("starting vLLM with %s", arguments)
         transfer = None if adapter else WeightTransferConfig(backend=BACKEND)
         try:  # a failure within vLLM's own processes is neither of these here
+            given = AsyncEngineArgs(**arguments, weight_transfer_config=transfer)
+            if not cuda and "enable_prefix_caching" not in config.rollout.engine_args:
+                # Recurrent states are cached between chunks of a prefill alone, and a CPU has it whole.
+                given.enable_prefix_caching = not given.create_model_config().is_hybrid
             return AsyncEngine.from_engine_args(
-                AsyncEngineArgs(**arguments, weight_transfer_config=transfer),
+                given,
                 stat_loggers=cast(Any, [lambda _config, _index=0: statistics]),
             )
         except (TypeError, ValueError) as problem:

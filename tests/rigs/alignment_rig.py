@@ -17,6 +17,7 @@ from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.loop.logprob_parity import ParityJudge
 from learner.tickets.ticket_writer import TicketWriter
 from learner.training.engine import TorchEngine
+from protocol.messages.groups import TicketFailed
 from rollout_server.production.group_producer import GroupProducer
 from tests.system.test_bad_input import png, write_rows
 
@@ -58,6 +59,8 @@ async def answers(
     producer = GroupProducer(engine, cast(Any, None), processor, "server-1")
     blobs = {digest: memoryview(data) for item in items for digest, data in swap(item.blobs).items()}
     groups = {g.ticket_id: g async for g in producer.produce([item.ticket for item in items], blobs)}
+    failed = [g for g in groups.values() if isinstance(g, TicketFailed)]
+    assert not failed, f"{failed[0].error_kind}: {failed[0].error_message}"
     return [ReceivedGroup(item, groups[item.ticket.ticket_id]) for item in items]
 
 

@@ -61,12 +61,6 @@ COLUMNS = (
     "export",
 )
 NOT_RUN = "not run"
-SAMPLED_BY_VLLM = (
-    *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "phi3", "smollm3", "gemma3_text", "gpt_oss"),
-    *("olmo2", "glm4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava"),
-)
-"""Families that are tried with vLLM, whose start takes the most time of a row. On a CPU its recurrences take bfloat16
-alone."""
 TEXT = (
     *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
     *("llama", "llama4_text", "mistral", "mistral (window 6)", "ministral3", "mixtral"),
@@ -202,7 +196,7 @@ def measure(name: str, folder: Path, *, vllm: bool) -> dict[str, str]:
     cells[COLUMNS[1]] = nats(ours, alone)
     cells[COLUMNS[2]] = said(lambda: isolated(engine, groups, ours))
     cells[COLUMNS[3]] = said(lambda: sampled(family, engine, HFEngine(family.config, family.processor)))
-    cells[COLUMNS[4]] = said(lambda: by_vllm(family, engine)) if vllm and name in SAMPLED_BY_VLLM else NOT_RUN
+    cells[COLUMNS[4]] = said(lambda: by_vllm(family, engine)) if vllm else NOT_RUN
     cells[COLUMNS[5]] = said(lambda: adapter(family, groups))
     cells[COLUMNS[6]] = said(lambda: turns(family, engine, plain, groups))
     cells[COLUMNS[7]] = said(lambda: export(family, engine, groups))
@@ -259,11 +253,16 @@ def sampled(family: Family, engine: TorchEngine, sampler: Any) -> str:
 
 def by_vllm(family: Family, engine: TorchEngine) -> str:
     from asyncrl_plugins.vllm.engine import VLLMEngine
+    from asyncrl_plugins.vllm.plugin import HOTTEST
     from tests.plugins.vllm.vllm_rig import fork_cores
 
     rollout = {**family.config.rollout.model_dump(), "engine": "vllm", "max_concurrent_sequences": 32}
+    rollout["temperature"] = min(rollout["temperature"], HOTTEST)
     config = RunConfig.model_validate({**family.config.model_dump(), "rollout": rollout})
     fork_cores(config)
+    if config.rollout.temperature != family.config.rollout.temperature:
+        family = replace(family, config=config, tickets=parity_tickets(config, family.processor))
+        engine = family.engine()
     return sampled(family, engine, VLLMEngine(config, family.processor))
 
 
@@ -337,7 +336,6 @@ Numbers are the largest difference of log-probs in nats. Rows of families that s
 - **packed = separate**: the learner, against transformers' own pass of each row alone.
 - **isolated**: change of all other rows when one row has other tokens.
 - **learner = `hf`, vLLM**: log-probs that the engine says of what it sampled, against the learner's.
-  vLLM is started for some families only; its recurrences (Qwen3.5) take bfloat16 alone on a CPU, and were not run.
 - **LoRA**: rank 4 on all linear layers after a step, against transformers and PEFT with the exported adapter.
 - **several turns**: a row in whose middle an environment speaks; then one whose history was rewritten.
 - **export**: the learner after a step, against transformers with the exported folder.

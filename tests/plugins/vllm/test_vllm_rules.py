@@ -122,6 +122,10 @@ NOWHERE: dict[str, tuple[Sections, str]] = {
         {"rollout": {"engine": "vllm", "temperature": 0.001}},
         "rollout.temperature is 0.001; vllm samples no colder than 0.01 .* Set it to 0.01 or more",
     ),
+    "too hot": (
+        {"rollout": {"engine": "vllm", "temperature": 2.5}},
+        "rollout.temperature is 2.5; vllm takes at most 2. Lower it, or set rollout.engine=hf",
+    ),
     "too cold held-out rows": (
         {"rollout": {"engine": "vllm"}, "evaluation": {"temperature": 0.005}},
         r"evaluation.temperature is 0.005; vllm .* \(evaluation.temperature=0 is greedy\)",
