@@ -8,6 +8,8 @@ from datetime import date, datetime
 from functools import partial
 from typing import Any
 
+from jinja2 import meta, nodes
+
 from asyncrl.errors import UserError, did_you_mean
 
 Rendered = list[dict[str, Any]]
@@ -22,6 +24,19 @@ ASKED, SAID, SHOWN = "asyncrl-asks", "asyncrl-says", "asyncrl-shows"
 
 def said(role: str, text: str) -> dict[str, Any]:
     return {"role": role, "content": [{"type": "text", "text": text}]}
+
+
+def settings_of(source: str) -> set[str]:
+    """Names whose values a template takes from outside: not those that it sets first."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template  # pyright: ignore[reportPrivateUsage]
+
+    tree = _compile_jinja_template(source).environment.parse(source)
+    first: dict[str, str] = {}
+    for node in tree.find_all((nodes.Assign, nodes.Name)):
+        names = node.node.find_all(nodes.Name) if isinstance(node, nodes.Assign) else [node]
+        for name in names:  # a value is read before it is set
+            first.setdefault(name.name, name.ctx)
+    return {name for name in meta.find_undeclared_variables(tree) if first.get(name) == "load"}
 
 
 class ChatTemplate:
@@ -43,11 +58,9 @@ class ChatTemplate:
             self._check_settings()
 
     def _check_settings(self) -> None:
-        from transformers.utils.chat_template_utils import _get_template_variables as names  # pyright: ignore[reportPrivateUsage]
-
         taken = _SET_HERE | {*self._tokenizer.special_tokens_map}
         sources = self.source.values() if isinstance(self.source, dict) else (self.source,)
-        read = set[str]().union(*map(names, sources)) - taken
+        read = set[str]().union(*map(settings_of, sources)) - taken
         for name in self.settings:
             if name in taken:
                 raise UserError(

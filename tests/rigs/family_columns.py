@@ -61,6 +61,8 @@ COLUMNS = (
     "export",
 )
 NOT_RUN = "not run"
+ROUNDED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+"""Families whose recurrence vLLM computes in bfloat16 alone on a CPU."""
 TEXT = (
     *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
     *("llama", "llama4_text", "mistral", "mistral (window 6)", "ministral3", "mixtral"),
@@ -119,15 +121,14 @@ class Family:
         processor = PromptProcessor(config.model)
         return cls(config, folder, processor, parity_tickets(config, processor))
 
+    def of_model(self, **model: Any) -> RunConfig:
+        """Configuration with other settings of the model."""
+        given = {**self.config.model_dump(), "model": {**self.config.model.model_dump(), **model}}
+        return self.config.model_copy(update={"model": RunConfig.model_validate(given).model})
+
     def engine(self, **model: Any) -> TorchEngine:
         """A learner's engine. Raises UserError for what cannot be trained."""
-        config = self.config.model_copy(
-            update={
-                "model": RunConfig.model_validate(
-                    {**self.config.model_dump(), "model": {**self.config.model.model_dump(), **model}}
-                ).model
-            }
-        )
+        config = self.of_model(**model)
         engine = TorchEngine(config.model_settings, config.learner.optim, 1)
         check_rotary(400, config.model, read_config(config.model))
         engine.prepare()
@@ -256,14 +257,18 @@ def by_vllm(family: Family, engine: TorchEngine) -> str:
     from asyncrl_plugins.vllm.plugin import HOTTEST
     from tests.plugins.vllm.vllm_rig import fork_cores
 
+    rounded = family_of(family.config.model).described.model_type in ROUNDED
+    if rounded:
+        family = replace(family, config=family.of_model(dtype="bfloat16"))
     rollout = {**family.config.rollout.model_dump(), "engine": "vllm", "max_concurrent_sequences": 32}
     rollout["temperature"] = min(rollout["temperature"], HOTTEST)
     config = RunConfig.model_validate({**family.config.model_dump(), "rollout": rollout})
     fork_cores(config)
-    if config.rollout.temperature != family.config.rollout.temperature:
+    if rounded or config.rollout.temperature != family.config.rollout.temperature:
         family = replace(family, config=config, tickets=parity_tickets(config, family.processor))
         engine = family.engine()
-    return sampled(family, engine, VLLMEngine(config, family.processor))
+    cell = sampled(family, engine, VLLMEngine(config, family.processor))
+    return f"bfloat16: {cell}" if rounded else cell
 
 
 def adapter(family: Family, groups: Sequence[TrainGroup]) -> str:
@@ -336,6 +341,7 @@ Numbers are the largest difference of log-probs in nats. Rows of families that s
 - **packed = separate**: the learner, against transformers' own pass of each row alone.
 - **isolated**: change of all other rows when one row has other tokens.
 - **learner = `hf`, vLLM**: log-probs that the engine says of what it sampled, against the learner's.
+  Both sides are in bfloat16 where vLLM's recurrence takes nothing else on a CPU.
 - **LoRA**: rank 4 on all linear layers after a step, against transformers and PEFT with the exported adapter.
 - **several turns**: a row in whose middle an environment speaks; then one whose history was rewritten.
 - **export**: the learner after a step, against transformers with the exported folder.

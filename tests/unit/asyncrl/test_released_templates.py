@@ -12,6 +12,7 @@ from asyncrl.environments.interface import PromptTools
 from asyncrl.environments.observation import Message, Observation
 from asyncrl.errors import UserError
 from asyncrl.processing.bridge import TurnBridge
+from asyncrl.processing.chat_template import settings_of
 from asyncrl.processing.processor import PromptProcessor
 from protocol.handshake import check_hello
 from protocol.messages import ChatMessage, Prompt, TextPart
@@ -181,6 +182,19 @@ def test_names_that_a_run_sets_are_refused(tmp_path: Path, name: str) -> None:
     model = make_text_model(tmp_path, *FAMILIES["gpt-oss"])
     with pytest.raises(UserError, match=f"data.chat_template_kwargs sets {name}, which is not the configuration's"):
         PromptProcessor(model, {name: "x"})
+
+
+@pytest.mark.parametrize(
+    ("source", "read"),
+    [
+        ("{% if x %}{% set y = 1 %}{% else %}{% set y = 2 %}{% endif %}{{ y }}", {"x"}),
+        ("{% if day is not defined %}{% set day = 'today' %}{% endif %}{{ day }}", {"day"}),
+        ("{% set think = think | default(true) %}{{ think }}", {"think"}),
+        ("{% for call in calls %}{{ call }}{% endfor %}{{ call }}", {"calls"}),
+    ],
+)
+def test_names_that_a_template_sets_first_are_no_settings(source: str, read: set[str]) -> None:
+    assert settings_of(source) == read
 
 
 def test_values_are_json() -> None:
