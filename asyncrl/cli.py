@@ -36,6 +36,11 @@ DRY_RUN = "check and print what would be run, and one rendered prompt; use docto
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 crashed, 2 a mistake that the message says how to fix, 3 bad state,
     130 interrupted, 141 the reader of its output has gone."""
+    return run_command(argv)
+
+
+def run_command(argv: Sequence[str] | None) -> int:
+    """Run a command, and raise what `main` turns into a line and a code."""
     parser = _parser()
     names = _command_names(parser)
     word = next(iter(sys.argv[1:] if argv is None else argv), "-")
@@ -236,8 +241,6 @@ def _export(arguments: argparse.Namespace) -> int:
     from asyncrl.run_folder.contents import policy_folder
 
     source = policy_folder(arguments.run_dir, arguments.checkpoint)
-    if arguments.target.exists():
-        raise UserError(f"{arguments.target} exists already. Name a new folder")
     from learner.loop.policy_export import export_policy
 
     merged = True if arguments.merged else False if arguments.adapter else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
@@ -48,8 +48,13 @@ LOST_S = 1.0
 LOST = [status for status in TrajectoryStatus if not status.is_scored]
 
 
-def train(config: RunConfig, *, resume: bool, accept_changes: bool = False) -> int:
-    """Run to the end; returns the exit code. Nothing is written before every cheap check has passed."""
+def train(
+    config: RunConfig, *, resume: bool, accept_changes: bool = False, on_tick: Callable[[], None] = lambda: None
+) -> int:
+    """Run to the end; returns the exit code. Nothing is written before every cheap check has passed.
+
+    `on_tick` is called several times a second; what it raises ends the services in order.
+    """
     refuse_busy(config.run_path)
     check_run_dir(config.run_path, resume=resume)
     if resume and not accept_changes:
@@ -60,7 +65,7 @@ def train(config: RunConfig, *, resume: bool, accept_changes: bool = False) -> i
             refuse_busy(config.run_path, LEARNER_LOCK)  # one that was started without a launcher
             check_run_dir(config.run_path, resume=resume)  # another launcher may have been here meanwhile
             try:
-                return _launch(resolved, resume=resume, accept_changes=accept_changes)
+                return _launch(resolved, resume=resume, accept_changes=accept_changes, on_tick=on_tick)
             finally:
                 with suppress(OSError):
                     (config.run_path / CANDIDATE_FILE).unlink()
@@ -82,7 +87,7 @@ def _note(text: str) -> None:
     print(f"note: {text}", flush=True)
 
 
-def _launch(config: RunConfig, *, resume: bool, accept_changes: bool) -> int:
+def _launch(config: RunConfig, *, resume: bool, accept_changes: bool, on_tick: Callable[[], None]) -> int:
     file = write_candidate(config)
     gpus = gpus_of_run(config.learner.device, config.rollout.device)
     learner = learner_service(config, file, resume=resume, accept_changes=accept_changes, gpus=gpus)
@@ -108,6 +113,7 @@ def _launch(config: RunConfig, *, resume: bool, accept_changes: bool) -> int:
         def tick() -> None:
             check_kept(config.run_path)
             display.tick()
+            on_tick()
 
         outcome = supervisor.run(tick)
     if outcome.failed and outcome.failed.failure:

@@ -62,7 +62,9 @@ def policy_folder(run_path: Path, step: int | None) -> Path:
 CANDIDATE_FILE = ".config.candidate.yaml"
 """The configuration that a launched run's services read; the learner writes config.yaml when it accepts this. It
 belongs to the launcher that has the run directory to itself, and goes with it."""
-_NO_RUN = (LAUNCHER_LOCK, LEARNER_LOCK, CANDIDATE_FILE, "logs", FAILURE_FILE, RESERVED_FILE)
+INPUTS_FOLDER = "inputs"
+"""Functions and rows that a run was given by Python (`asyncrl.train`), as files."""
+_NO_RUN = (LAUNCHER_LOCK, LEARNER_LOCK, CANDIDATE_FILE, "logs", INPUTS_FOLDER, FAILURE_FILE, RESERVED_FILE)
 """Files that a run leaves which has not begun."""
 
 

@@ -146,6 +146,8 @@ def export_policy(run_path: Path, source: Path, target: Path, *, merged: bool | 
 
     `merged`: the form of an adapter; None: as `finish_export` chooses.
     """
+    if target.exists():
+        raise UserError(f"{target} exists already. Name a new folder")
     if merged is not None and not is_adapter_folder(source):
         raise UserError(f"{run_path} trained the model itself: there is no adapter. Leave --adapter and --merged out")
     if not (run_path / CONFIG_FILE).is_file():
