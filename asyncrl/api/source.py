@@ -55,7 +55,7 @@ class _Module:
 
     def __init__(self) -> None:
         self._written: dict[str, Any] = {}
-        """What each name of the module stands for."""
+        """Meanings of the names that the module has so far."""
         self._lines: list[str] = []
 
     def whole(self, thing: Any) -> str:

@@ -64,7 +64,7 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Names of cells that ran as `__main__`, with their source where IPython keeps it."""
     main = ModuleType("__main__")
     name = "<ipython-input-1>"
-    linecache.cache[name] = (len(CELLS), None, CELLS.splitlines(keepends=True), name)
+    linecache.cache[name] = (len(CELLS), None, list[str](CELLS.splitlines(keepends=True)), name)
     monkeypatch.setitem(sys.modules, "__main__", main)
     main.__file__ = name
     exec(compile(CELLS, name, "exec", dont_inherit=True), main.__dict__)
@@ -91,7 +91,7 @@ def test_a_name_follows_the_source(cells: ModuleType, tmp_path: Path) -> None:
     """So that a resumed run with another function is found, and never meets the old one's file."""
     first = place_of(cells.reward, tmp_path)
     assert place_of(cells.reward, tmp_path) == first
-    cells.WEIGHTS = {"right": 2.0}
+    vars(cells)["WEIGHTS"] = {"right": 2.0}
     assert place_of(cells.reward, tmp_path) != first
 
 
