@@ -10,12 +10,13 @@ JOBS ?= $(if $(shell command -v nvidia-smi),0,3)
 # Tests start many processes: each would compile the code again.
 test test-fast test-plugins-alone: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install install-vllm install-sglang demo demo-agent wheel test test-fast test-plugins-alone check bench chaos fuzz clean
+.PHONY: help install install-vllm install-sglang demo demo-agent wheel docs test test-fast test-plugins-alone check bench chaos fuzz clean
 
 help:
 	@echo "make demo   train a small vision-language model asynchronously on this machine"
 	@echo "make demo-agent  train a small agent to look before it reads, on this machine"
 	@echo "make wheel  build dist/asyncrl-*.whl"
+	@echo "make docs   build the site of docs/ into build/site"
 	@echo "make test   run the core's tests on a wheel without plug-ins, then those of plug-ins and docs"
 	@echo "make test-fast  run the unit tests, in two minutes"
 	@echo "make test-plugins-alone  run the tests of each plug-in on a wheel that has no other"
@@ -53,6 +54,9 @@ wheel: install
 	rm -rf build dist
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist
+
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # The core's tests run without the plug-ins, on a wheel that has none; the others run in this folder.
 CORE_TESTS := tests/unit tests/system tests/gpu

@@ -42,8 +42,8 @@ def train(
         config: a YAML file, its contents as a dict, or a RunConfig.
         overrides: `key=value` and names of methods or files, as on the command line.
         reward: a function, or a list of functions, of one sample or of TRL's form (docs/rewards.md).
-        data, held_out: rows to train on, and rows never trained on: a list of dicts, a table of the datasets library or
-            of pandas, or file names.
+        data: rows to train on: a list of dicts, a table of the datasets library or of pandas, or file names.
+        held_out: rows that are never trained on, in the same forms.
         environment: a class whose episodes the policy plays (docs/agents.md).
         callbacks: functions of the run and a new step's metrics, called in this process. One that raises ends the run.
         resume: continue the run in run_dir; other rewards or rows than it had are refused, but for `accept_changes`.
