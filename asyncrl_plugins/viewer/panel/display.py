@@ -1,4 +1,4 @@
-"""Display of a run while it goes on: a live panel or, where stdout is no terminal, plain lines and warnings."""
+"""Display of a run while it goes on: a live panel in a terminal or a notebook, elsewhere plain lines and warnings."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from asyncrl.launch.display import REFRESH_S, Display
 from asyncrl.run_folder.failure import is_there, read_failure, unreadable_as_user_error
 from asyncrl.telemetry.recorder import CONFIG_FILE, METRICS_FILE, STATUS_FILE
 from asyncrl_plugins.viewer.panel.console import Console
+from asyncrl_plugins.viewer.panel.notebook import NotebookPanel, in_notebook
 from asyncrl_plugins.viewer.panel.panel import RunPanel
 from asyncrl_plugins.viewer.panel.run_snapshot import RunSnapshot
 
@@ -31,7 +32,7 @@ class RunDisplay(Display):
         super().__init__(run, from_the_start=from_the_start)
         # FORCE_COLOR in the environment does not make a terminal of a file.
         self._console = console or Console(force_terminal=None if sys.stdout.isatty() else False)
-        self._live: Live | None = None
+        self._live: Live | NotebookPanel | None = None
         self._size = self._console.size
         self._drawn_at = self._pause_s = 0.0
 
@@ -39,6 +40,9 @@ class RunDisplay(Display):
         super().__enter__()
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(RunPanel(self.run), console=self._console, auto_refresh=False)
+            self._live.start()
+        elif in_notebook():
+            self._live = NotebookPanel(RunPanel(self.run))
             self._live.start()
         return self
 
