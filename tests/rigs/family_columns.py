@@ -41,6 +41,7 @@ from asyncrl.models.small_copy import family_of
 from asyncrl.processing.encoded_prompt import media_arguments
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.telemetry.host_versions import describe_environment
+from asyncrl.user_functions import shorten
 from asyncrl_plugins.vllm.plugin import HOTTEST
 from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.training.batch import make_batch
@@ -205,6 +206,7 @@ def name_for_vllm(file: Path) -> None:
         case "glm4v_moe_text":
             text["use_qk_norm"] = False
         case "minimax_m2":
+            text["scoring_func"] = "sigmoid"
             text["rotary_dim"] = int(text["head_dim"] * text["rope_parameters"].get("partial_rotary_factor", 1.0))
         case "deepseek_v3":
             text["topk_method"] = "noaux_tc"
@@ -404,6 +406,8 @@ Numbers are the largest difference of log-probs in nats. Rows of families that s
 - **isolated**: change of all other rows when one row has other tokens.
 - **learner = `hf`, vLLM**: log-probs that the engine says of what it sampled, against the learner's.
   Both sides are in bfloat16 where vLLM's recurrence takes nothing else on a CPU.
+  A number above 1e-4 in float32 means that vLLM computes something else than transformers: such a family wants the
+  engine `hf`, or a correction. Some small models fail by sizes or tokens that released ones do not have.
 - **LoRA**: rank 4 on all linear layers after a step, against transformers and PEFT with the exported adapter.
 - **several turns**: a row in whose middle an environment speaks; then one whose history was rewritten.
 - **export**: the learner after a step, against transformers with the exported folder.
@@ -421,7 +425,7 @@ def page(rows: Mapping[str, Mapping[str, str]]) -> str:
             return words
         says = found[0][:-2] if found[0][0].islower() else "fails"
         why = words[found.start() if says == "fails" else found.end() :]
-        return f"{words[: found.start()]}{says} [{notes.setdefault(why, len(notes) + 1)}]"
+        return f"{words[: found.start()]}{says} [{notes.setdefault(shorten(why), len(notes) + 1)}]"
 
     lines = [f"| family | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for name in [name for name in MAKERS if name in rows]:
