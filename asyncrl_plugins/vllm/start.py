@@ -42,6 +42,7 @@ from rollout_server.engines.base import EngineDied
 WORKER = "asyncrl_plugins.vllm.worker"
 """The module that vLLM's workers import; this process, which may not touch their devices, must not."""
 BANNED_TOKENS = "asyncrl_plugins.vllm.banned_tokens:BannedTokens"
+SCHEDULER = "asyncrl_plugins.vllm.scheduler.scheduler"
 CPU_KV_BLOCK = 128
 """Tokens of one block of vLLM's key-value cache on a CPU."""
 CPU_BATCH_TOKENS = 4096
@@ -112,6 +113,8 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
         }
         if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             arguments["kv_cache_memory_bytes"] = cpu_kv_bytes(text_config, config.model.dtype, config)
+    if not cuda or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
+        arguments["scheduler_cls"] = SCHEDULER
     if ROUTED_EXPERTS in chosen_hooks("token_trace", config.algorithm):
         arguments["enable_return_routed_experts"] = True
     if weights := ROLLOUT_WEIGHTS.find(rollout.quantization):
