@@ -1,4 +1,4 @@
-"""Scores of a model folder on the held-out rows, without an engine.
+"""Scores of a model folder on held-out rows of one turn, without an engine.
 
 Independent of the services on purpose: transformers' own `generate`, the configured rewards.
 """
@@ -28,7 +28,7 @@ from asyncrl.models.lora import is_adapter_folder, load_policy
 from asyncrl.processing.encoded_prompt import media_arguments
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, PromptProcessor, special_token_ids
 from asyncrl.rewards.sample import RewardSample, sample_of
-from asyncrl.rewards.score import EvaluationScores, Score, evaluation_scores
+from asyncrl.rewards.score import EvaluationScores, Score, accuracy_and_reward, evaluation_scores
 from asyncrl.rewards.scorer import RewardScorer
 from asyncrl.rewards.spec import check_rewarded
 from protocol.messages import TrajectoryRecord
@@ -104,10 +104,7 @@ def summarise(scored: Sequence[EvaluatedRow], size: int, name: str) -> Evaluatio
 def known_scores(scores: Sequence[Score], size: int, name: str) -> list[list[tuple[float, float] | None]]:
     """Accuracy (component `name`) and reward of each completion of each row, of `size` completions; None without a
     score."""
-    known = [
-        None if score.reward is None else (score.components[name] if name else score.reward, score.reward)
-        for score in scores
-    ]
+    known = [accuracy_and_reward(score.components, score.reward, name) for score in scores]
     return [known[start : start + size] for start in range(0, len(known), size)]
 
 
