@@ -150,4 +150,20 @@ class RolloutWeights(Part):
 
 
 ROLLOUT_WEIGHTS = Parts("models", "rollout.quantization", RolloutWeights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseWeights(RolloutWeights):
+    """Description of weights of lower precision that a learner may hold, too: those of the frozen base of adapters."""
+
+    held_by_learner: str
+    """`module:function` of a model on the CPU and the learner's device, which replaces the model's layers."""
+    planned: str
+    """`module:function` of a model on the meta device, whose layers then take what they do in a pass. It returns the
+    bytes by which the model's weights are smaller."""
+    card: str
+    """`module:function` of a ModelConfig and its base fingerprint: the README.md beside an exported adapter."""
+
+
+BASE_WEIGHTS = Parts("models", "model.quantization", BaseWeights)
 TRACKERS = Parts("trackers", "telemetry.trackers", Part)

@@ -318,7 +318,7 @@ class RunSections(OpenSection):
     def _whole_model(self, path: str) -> ModelConfig:
         """A model of its own beside the policy, with the policy's weights where no path is given."""
         whole = self.model.lora.model_copy(update={"rank": 0})
-        return self.model.model_copy(update={"path": path or self.model.path, "lora": whole})
+        return self.model.model_copy(update={"path": path or self.model.path, "lora": whole, "quantization": ""})
 
     @property
     def trajectories_per_step(self) -> int:

@@ -90,7 +90,7 @@ class RunConfig(RunSections):
         return NetworkSettings(
             network=self.network,
             mode=self.trainer.mode,
-            quantization=self.rollout.quantization,
+            quantization=self.rollout.precision(self.model.quantization),
             components=self.reward.component_names,
             max_prompt_length=self.data.max_prompt_length,
             largest_group_bytes=max(self.group_bytes(self.trajectories_per_group), held_out),
@@ -141,7 +141,7 @@ class RunConfig(RunSections):
         return LinkSettings(
             network=self.network,
             mode=self.trainer.mode,
-            quantization=self.rollout.quantization,
+            quantization=self.rollout.precision(self.model.quantization),
             groups_in_flight=self.groups_in_flight,
             start_timeout_s=self.start_timeout_s,
             run_path=self.run_path,

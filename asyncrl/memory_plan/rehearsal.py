@@ -21,7 +21,7 @@ from asyncrl.attention.masked_attention import window_of
 from asyncrl.attention.prefix_kernels import Group
 from asyncrl.attention.shared_prefix import SharedPrefixLayout, UnpackableError, make_layout
 from asyncrl.config.installed_methods import chosen_hooks
-from asyncrl.config.parts import BLOCK_8BIT, GRADIENTS_IN_FLIGHT, LEARNER_ENGINES, SMALLEST_8BIT
+from asyncrl.config.parts import BASE_WEIGHTS, BLOCK_8BIT, GRADIENTS_IN_FLIGHT, LEARNER_ENGINES, SMALLEST_8BIT
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import DataConfig
 from asyncrl.config.service_sections import Optimizer
@@ -82,11 +82,18 @@ class ModelBytes:
     divided: DividedModel | None = None
     """Model divided over ranks, where learner.engine divides it; `passing` is then without gathered weights."""
     divided_reference: DividedModel | None = None
+    saved: int = 0
+    """Bytes by which the learner's weights are smaller than these, with model.quantization."""
+
+    @property
+    def held(self) -> int:
+        """Bytes of the weights in the learner."""
+        return self.weights - self.saved
 
     @property
     def kept(self) -> int:
         """Bytes that outlast a step: weights, master weights and moments."""
-        return self.weights + self.masters + self.moments
+        return self.held + self.masters + self.moments
 
     @property
     def offloaded(self) -> int:
@@ -131,6 +138,8 @@ def rehearse(config: RunConfig) -> ModelBytes:
 def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
     shared_prefix.register()
     model = skeleton(config.model, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION)
+    base = BASE_WEIGHTS.find(config.model.quantization)
+    saved = implementation(base.planned)(model) if base else 0
     spec = resolve_adapter(config.model)
     if spec is not None:
         add_adapter(model, spec)
@@ -185,6 +194,7 @@ def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
         vocabulary=text.vocab_size,
         in_layers=training.peak,
         divided=divided,
+        saved=saved,
     )
 
 

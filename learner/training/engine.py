@@ -85,6 +85,7 @@ class TorchEngine:
             device=self.sharding.load_device,
             text_attention=SHARED_PREFIX_ATTENTION if self.packs else family_of(self._settings.model).attention,
             stays_mapped=self.sharding.gathers,  # it is taken apart below
+            quantizes=True,
         )
         check_outputs(model, self._settings.model)
         self._adapted: Any = None
