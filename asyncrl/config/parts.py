@@ -149,21 +149,18 @@ class RolloutWeights(Part):
     """Facts for each engine that holds the weights in this precision itself, by its name. Its page says which."""
 
 
-ROLLOUT_WEIGHTS = Parts("models", "rollout.quantization", RolloutWeights)
-
-
 @dataclass(frozen=True, kw_only=True)
 class BaseWeights(RolloutWeights):
-    """Description of weights of lower precision that a learner may hold, too: those of the frozen base of adapters."""
+    """Description of weights that a learner may hold, too, in the frozen base of adapters. `module:function` each:"""
 
     held_by_learner: str
-    """`module:function` of a model on the CPU and the learner's device, which replaces the model's layers."""
+    """Replaces layers of a model on the CPU, and moves it to a device."""
     planned: str
-    """`module:function` of a model on the meta device, whose layers then take what they do in a pass. It returns the
-    bytes by which the model's weights are smaller."""
+    """Lets layers of a model on the meta device take what theirs do. Returns the bytes by which weights are fewer."""
     card: str
-    """`module:function` of a ModelConfig and its base fingerprint: the README.md beside an exported adapter."""
+    """Writes README.md beside an adapter in a folder, by its ModelConfig."""
 
 
+ROLLOUT_WEIGHTS = Parts("models", "rollout.quantization", RolloutWeights)
 BASE_WEIGHTS = Parts("models", "model.quantization", BaseWeights)
 TRACKERS = Parts("trackers", "telemetry.trackers", Part)

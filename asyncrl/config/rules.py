@@ -202,9 +202,9 @@ def engine_problems(config: RunSections) -> Iterator[str]:
             f"rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but the {rollout.engine} engine runs on "
             f"one device. Set {''.join(wide)}rollout.tensor_parallel_size=1"
         )
-    chosen = ((rollout.quantization, ROLLOUT_WEIGHTS), (config.model.quantization, BASE_WEIGHTS))
-    weights = {name: parts[name] for name, parts in chosen if name}
-    for part in (engine, WEIGHT_CHANNELS[rollout.weights_channel], *weights.values()):
+    chosen = {rollout.quantization: ROLLOUT_WEIGHTS, config.model.quantization: BASE_WEIGHTS}
+    weights = (parts[name] for name, parts in chosen.items() if name)
+    for part in (engine, WEIGHT_CHANNELS[rollout.weights_channel], *weights):
         yield from part.problems(config)
 
 

@@ -16,13 +16,7 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.environment import EnvironmentConfig, LimitsConfig
 from asyncrl.config.parts import ROLLOUT_ENGINES, TRACKERS
 from asyncrl.config.sections import DataConfig, ModelConfig, OpenSection, RewardConfig, Section
-from asyncrl.config.service_sections import (
-    CriticConfig,
-    LearnerConfig,
-    ReferenceConfig,
-    RolloutConfig,
-    meant_device,
-)
+from asyncrl.config.service_sections import CriticConfig, LearnerConfig, ReferenceConfig, RolloutConfig, meant_device
 from asyncrl.plugins import description, implementation, installed
 
 _PROMPT_ID_BYTES, _IMAGE_GRID_BYTES, _LENGTH_BYTES = 4, 12, 4

@@ -31,11 +31,7 @@ class RunConfig(RunSections):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:
-        rules = (
-            run_problems,
-            sampling_problems,
-            method_problems,
-        )
+        rules = (run_problems, sampling_problems, method_problems)
         problems = [problem for rule in rules for problem in rule(self)]
         if problems:
             raise ValueError("\n".join(problems))

@@ -156,7 +156,7 @@ def _whole_lines(
     engines = (model, model.critic) if model.critic else (model,)  # one at a time is at work
     passing = max(engine.passing for engine in engines)
     offloads = learner.offloads_masters
-    less = f", {size(model.saved)} less by model.quantization" if model.saved else ""
+    less = f", {size(fewer)} less by model.quantization" if (fewer := model.weights - model.held) else ""
     yield MemoryItem("weights", model.held, f"{count(model.parameters)} in {dtype}{less}")
     if not offloads:
         yield MemoryItem("gradients", model.gradients, f"{count(model.trained)} are trained, gradients in float32")

@@ -55,6 +55,8 @@ class ModelBytes:
     trained: int
     """Number of parameters that are trained."""
     weights: int
+    held: int
+    """Weights as the learner has them: fewer bytes with model.quantization."""
     gradients: int
     moments: int
     """AdamW's two, in fp32 as the gradients are, or in 8 bits."""
@@ -82,13 +84,6 @@ class ModelBytes:
     divided: DividedModel | None = None
     """Model divided over ranks, where learner.engine divides it; `passing` is then without gathered weights."""
     divided_reference: DividedModel | None = None
-    saved: int = 0
-    """Bytes by which the learner's weights are smaller than these, with model.quantization."""
-
-    @property
-    def held(self) -> int:
-        """Bytes of the weights in the learner."""
-        return self.weights - self.saved
 
     @property
     def kept(self) -> int:
@@ -138,8 +133,7 @@ def rehearse(config: RunConfig) -> ModelBytes:
 def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
     shared_prefix.register()
     model = skeleton(config.model, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION)
-    base = BASE_WEIGHTS.find(config.model.quantization)
-    saved = implementation(base.planned)(model) if base else 0
+    fewer = implementation(base.planned)(model) if (base := BASE_WEIGHTS.find(config.model.quantization)) else 0
     spec = resolve_adapter(config.model)
     if spec is not None:
         add_adapter(model, spec)
@@ -178,6 +172,7 @@ def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         trained=sum(parameter.numel() for parameter in trained),
         weights=nbytes(weights),
+        held=nbytes(weights) - fewer,
         gradients=nbytes(sums),
         moments=sum(_moments(parameter.numel(), config.learner.optimizer) for parameter in trained),
         masters=sum(
@@ -194,7 +189,6 @@ def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
         vocabulary=text.vocab_size,
         in_layers=training.peak,
         divided=divided,
-        saved=saved,
     )
 
 

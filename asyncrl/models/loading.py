@@ -15,13 +15,11 @@ from torch import nn
 from asyncrl.attention.shared_prefix import SHARED_PREFIX_ATTENTION
 from asyncrl.attention.stateful_layers import hand_on_layout
 from asyncrl.attention.vision_attention import attend_by_length
-from asyncrl.config.parts import BASE_WEIGHTS
 from asyncrl.config.sections import ModelConfig
 from asyncrl.devices.device import compute_in_full_float32
 from asyncrl.errors import UserError
 from asyncrl.model_files.folder import check_weights, describe_model, model_folder
 from asyncrl.models.generation_settings import generation_config
-from asyncrl.plugins import implementation
 from asyncrl.processing.model_inputs import place_text_after_videos
 from asyncrl.run_folder.export_record import read_record
 
@@ -36,20 +34,14 @@ _DROPOUT = re.compile(r"^(?!summary_|classifier_|cls_).*(dropout|_pdrop$|drop_pa
 
 
 def load_model(
-    config: ModelConfig,
-    *,
-    device: torch.device,
-    text_attention: str | None = None,
-    stays_mapped: bool = False,
-    quantizes: bool = False,
+    config: ModelConfig, *, device: torch.device, text_attention: str | None = None, stays_mapped: bool = False
 ) -> nn.Module:
     """The model of the folder with `text_attention` in its language part (None: torch's, or the family's own where it
     takes no other), in `config.dtype` on `device`.
 
     `stays_mapped`: on a CPU, parameters that a file has in that dtype stay there until somebody reads them, and take no
-    memory of this process's own: for a model whose parameters are copied into parts of it next. `quantizes`: with what
-    `config.quantization` makes of its layers. Raises UserError for weights that are not whole, and a
-    generation_config.json with which it could not be saved again.
+    memory of this process's own: for a model whose parameters are copied into parts of it next. Raises UserError for
+    weights that are not whole, and a generation_config.json with which it could not be saved again.
     """
     compute_in_full_float32()
     kind, _, options = _describe(config, text_attention)
@@ -75,8 +67,6 @@ def load_model(
     attend_by_length(model)
     if text_attention == SHARED_PREFIX_ATTENTION:
         hand_on_layout(model)
-    if quantizes and (weights := BASE_WEIGHTS.find(config.quantization)):
-        implementation(weights.held_by_learner)(model, device)
     if device.type == "cpu":
         _align(model.buffers() if stays_mapped else chain(model.parameters(), model.buffers()))
     model.to(device)
@@ -121,12 +111,9 @@ def _describe(config: ModelConfig, text_attention: str | None) -> tuple[Any, Any
 
 def model_of_export(config: ModelConfig, folder: Path) -> ModelConfig:
     """`config` for a folder that is scored: what was merged in fp32 would be rounded in 16 bits, and is another model
-    then. So it keeps its dtype, which is said, and its values."""
+    then. So it keeps its dtype, which is said."""
     record = read_record(folder)
-    if record is None or record.form != "merged":
-        return config
-    config = config.model_copy(update={"quantization": ""})
-    if record.dtype == config.dtype:
+    if record is None or record.form != "merged" or record.dtype == config.dtype:
         return config
     logger.warning(
         "%s was merged in %s, and model.dtype is %s: it is taken as it is", folder, record.dtype, config.dtype

@@ -206,10 +206,9 @@ def is_adapter_folder(folder: Path) -> bool:
     return os.path.isfile(folder / ADAPTER_CONFIG)  # False where the folder may not be read, too
 
 
-def load_policy(config: ModelConfig, folder: Path, quantization: str | None = None) -> Any:
-    """The policy of `folder` as engines sample it: in `config.dtype`, with the values of `quantization`, and an adapter
-    in fp32 beside its base, which is the model of `config`, and has those of `config.quantization` where None is given.
-    Caps on scores and the like are computed.
+def load_policy(config: ModelConfig, folder: Path, quantization: str = "") -> Any:
+    """The policy of `folder` as engines sample it: in `config.dtype`, of lower precision where `quantization` says so,
+    and an adapter in fp32 beside its base, which is the model of `config`. Caps on scores and the like are computed.
 
     Raises UserError before anything is loaded if the adapter was trained on another base.
     """
@@ -218,8 +217,6 @@ def load_policy(config: ModelConfig, folder: Path, quantization: str | None = No
         check_adapter(config, folder)
     whole = config if is_adapter else config.model_copy(update={"path": str(folder)})
     model = load_model(whole, device=torch.device("cpu"), text_attention=family_of(whole).attention)
-    if quantization is None:
-        quantization = config.quantization if is_adapter else ""
     if weights := ROLLOUT_WEIGHTS.find(quantization):
         implementation(weights.implementation)(model)
     if not is_adapter:

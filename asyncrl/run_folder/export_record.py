@@ -23,11 +23,9 @@ class ExportRecord:
     policy_dtype: str
     """model.dtype of the run."""
     base: str = ""
-    """model.path of an adapter's run."""
-    base_quantization: str = ""
-    """model.quantization of an adapter's run: the base has these values."""
+    """model.path of an adapter's run, and what its weights were rounded to in the learner."""
     quantization: str = ""
-    """Precision of the weights that sampled in the run (`RolloutConfig.precision`)."""
+    """Precision of the weights that sampled, where the learner's had another one."""
     logprob_gap: float | None = None
     """Mean absolute difference of the log-probs of sampled tokens, in nats; None where the folder holds the weights
     that sampled."""
@@ -41,11 +39,10 @@ class ExportRecord:
 
     def describe(self) -> str:
         """One line for people."""
-        values = f" rounded to {self.base_quantization}" if self.base_quantization else ""
         form = {
             "model": f"the policy's own weights, {self.dtype}",
-            "adapter": f"the policy's adapter, for {self.base} in {self.base_quantization or self.dtype}",
-            "merged": f"the policy's adapter merged into {self.base}{values} in {self.dtype}",
+            "adapter": f"the policy's adapter, for {self.base} in {self.dtype}",
+            "merged": f"the policy's adapter merged into {self.base} in {self.dtype}",
         }[self.form]
         if self.logprob_gap is None:
             return form
@@ -53,10 +50,8 @@ class ExportRecord:
         return f"{gap}: DIFFERS FROM THE POLICY. {self._ways_out()}" if self.differs else gap
 
     def _ways_out(self) -> str:
-        if self.quantization != self.base_quantization:
-            setting = "rollout.quantization" if self.quantization else "model.quantization"
-            sampled = self.quantization or self.policy_dtype
-            return f"It was sampled with {sampled} weights: serve it with such, or train without {setting}"
+        if self.quantization:
+            return f"It was sampled with {self.quantization} weights: serve it with such, or train without quantization"
         return (
             f"Use the adapter (asyncrl export RUN TARGET --adapter) on its base in {self.policy_dtype}, or train with "
             "model.dtype=float32, in which a merge is the policy"

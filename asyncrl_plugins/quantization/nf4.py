@@ -42,7 +42,8 @@ def base_layers(model: Any) -> list[str]:
 
 @torch.no_grad()
 def held_by_learner(model: Any, device: torch.device) -> None:
-    """Replace the layers of a model, which is on the CPU, by layers in 4 bits on `device`, one at a time."""
+    """Replace the layers of a model, which is on the CPU, by layers in 4 bits on `device`, one at a time. The rest
+    follows."""
     _check_installed()
     names = base_layers(model)
     if not names:
@@ -53,6 +54,7 @@ def held_by_learner(model: Any, device: torch.device) -> None:
     with _one_thread():
         for name in names:
             model.set_submodule(name, _in_4_bits(model.get_submodule(name), model.dtype, device))
+    model.to(device)
     _let_scales_sleep([model.get_submodule(name) for name in names])
     _let_peft_see(model)
 

@@ -12,7 +12,6 @@ from asyncrl.models.loading import model_class, skeleton
 from asyncrl.models.lora import ADAPTER_WEIGHTS, BASE_KEY
 from asyncrl_plugins.quantization.nf4 import base_layers
 
-
 CARD = """\
 # An adapter on a base in 4 bits
 
@@ -38,7 +37,7 @@ base = {model_class}.from_pretrained("{path}", dtype=torch.{dtype}, quantization
 policy = PeftModel.from_pretrained(base, "THIS_FOLDER")
 ```
 
-`asyncrl export RUN TARGET --merged` merges it into the dequantised base, in float32, and compares the log-probs of both.
+`asyncrl export RUN TARGET --merged` merges it into the dequantised base, in float32, and compares log-probs.
 """
 
 

@@ -68,8 +68,8 @@ def base_problems(config: RunSections) -> Iterator[str]:
         return
     if not model.lora.rank:
         yield (
-            f"{setting} and model.lora.rank is 0: weights of 4 bits cannot be trained. Set model.lora.rank=16, or leave "
-            "model.quantization out"
+            f"{setting} and model.lora.rank is 0: weights of 4 bits cannot be trained. Set model.lora.rank=16, or "
+            "leave model.quantization out"
         )
     if learner.is_divided:
         yield (

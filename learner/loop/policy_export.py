@@ -3,7 +3,7 @@
 Engines sample an adapter beside its base. Merged it is another model wherever the base has 16 bits: rounding hides
 small updates, and without rounding everything is computed in another dtype. So it is merged in fp32, by default only
 where the base is fp32, and log-probs of a few hundred sampled tokens are compared. Likewise where an engine sampled
-with weights of another precision than the export's. A base that is quantised in training is quantised for a merge.
+with weights of another precision than the policy's. What is merged is added to the base as it was in training.
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ def finish_export(
     record. All of it on the CPU, one model at a time.
 
     `model` and `quantization` (`RolloutConfig.precision`) are those of the run; `merged` None merges into a base in
-    fp32 that nobody rounds. `prompts`, of which ROWS are enough, are asked for where something is compared.
+    fp32 that nobody rounded. `prompts`, of which ROWS are enough, are asked for where something is compared.
     """
-    is_adapter = is_adapter_folder(folder)
-    base = model.quantization if is_adapter else ""
+    is_adapter, base = is_adapter_folder(folder), model.quantization
     is_rounded = quantization != base
     if merged is None:
         merged = is_adapter and model.dtype == "float32" and not (quantization or base)
@@ -61,7 +60,7 @@ def finish_export(
     if merged or is_rounded:
         policy = load_policy(model, folder, quantization)
         sampled = SampledTokens(policy, processor, prompts()[:ROWS])
-        exported = load_policy(model, folder) if is_rounded else policy
+        exported = load_policy(model, folder, base) if is_rounded else policy
         del policy
         exported = merge(exported) if merged else exported
         gap, tokens = sampled.gap(exported), sampled.number
@@ -71,9 +70,8 @@ def finish_export(
         form="merged" if merged else "adapter" if is_adapter else "model",
         dtype="float32" if merged else model.dtype,
         policy_dtype=model.dtype,
-        base=model.path if is_adapter else "",
-        base_quantization=base,
-        quantization=quantization,
+        base=(f"{model.path} rounded to {base}" if base else model.path) if is_adapter else "",
+        quantization=(quantization or model.dtype) if is_rounded else "",
         logprob_gap=gap,
         tokens=tokens,
     )

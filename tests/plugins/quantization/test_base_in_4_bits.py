@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 from torch.nn.functional import linear
 
-from asyncrl.config.schema import RunConfig
+from asyncrl.config.schema import RunConfig, changed
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.live_bytes import LiveBytes, nbytes
 from asyncrl.memory_plan.plan import make_plan
@@ -49,17 +49,21 @@ def prepared(config: RunConfig) -> TorchEngine:
     return engine
 
 
+def plain(config: RunConfig) -> RunConfig:
+    return changed(config, {"model.quantization": ""})
+
+
 def with_values(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> TorchEngine:
     """A plain engine of 16 or 32 bits whose base has the dequantised values."""
 
     def load(*given: Any, **named: Any) -> Any:
-        model = load_model(*given, **{**named, "quantizes": False})
+        model = load_model(*given, **named)
         nf4.nf4(model)
         return model
 
     with monkeypatch.context() as patch:
         patch.setattr("learner.training.engine.load_model", load)
-        return prepared(config)
+        return prepared(plain(config))
 
 
 def gradients(engine: TorchEngine) -> dict[str, torch.Tensor]:
@@ -113,21 +117,21 @@ def test_the_learner_computes_what_dequantised_weights_do_and_trains_adapters_al
 ) -> None:
     """In 16 bits PEFT rounds an adapter's output once more than beside a plain layer."""
     config = in_4_bits(make_config, {"dtype": dtype})
-    engine, plain = prepared(config), with_values(config, monkeypatch)
-    for each in (engine, plain):
+    engine, rounded = prepared(config), with_values(config, monkeypatch)
+    for each in (engine, rounded):
         move_adapters(each)
     micro_batch = full_micro_batch(engine.model, SHAPE)
     near, near_gradient = {"float32": (1e-6, 1e-5), "bfloat16": (0.01, 0.05)}[dtype]
-    found, expected = (each.forward(micro_batch).logprobs for each in (engine, plain))
+    found, expected = (each.forward(micro_batch).logprobs for each in (engine, rounded))
     assert (found - expected).abs().max() <= near
-    for each, logprobs in ((engine, found), (plain, expected)):
+    for each, logprobs in ((engine, found), (rounded, expected)):
         each.backward(logprobs.sum())
-    mine, theirs = gradients(engine), gradients(plain)
+    mine, theirs = gradients(engine), gradients(rounded)
     assert mine.keys() == theirs.keys()
     assert all(".lora_" in name for name in mine)
     for name, gradient in mine.items():
         assert (gradient - theirs[name]).abs().max() <= near_gradient * theirs[name].abs().max(), name
-    whole = prepared(config.model_copy(update={"model": config.model.model_copy(update={"quantization": ""})}))
+    whole = prepared(plain(config))
     move_adapters(whole)
     assert (whole.forward(micro_batch).logprobs - expected).abs().max() > 0.02, "nothing was rounded"
     assert engine.facts.architecture == whole.facts.architecture
@@ -177,7 +181,8 @@ def test_linear_layers_of_the_language_model_alone_are_in_4_bits(make_config: Ma
     whole: Any = load_model(config.model, device=CPU)
     names, weights = base_layers(whole), nbytes(whole.parameters())
     counts = {name: whole.get_submodule(name).weight.numel() for name in names}
-    held: Any = load_model(config.model, device=CPU, quantizes=True)
+    held: Any = load_model(config.model, device=CPU)
+    nf4.held_by_learner(held, CPU)
     quantised = {name for name, p in held.named_parameters() if p.dtype == torch.uint8}
     assert quantised == {f"{name}.weight" for name in names}
     assert all(part_of(name.split(".")) == "language_model" and not name.startswith("lm_head") for name in quantised)
@@ -209,7 +214,7 @@ def test_a_plan_counts_what_is_held_and_what_a_pass_takes(
     plan, engine = rehearse(config), prepared(config)
     held = [*engine.model.parameters(), *engine.model.buffers()]
     assert plan.held == nbytes(held)
-    assert plan.weights == rehearse(config.model_copy(update={"model": _plain(config)})).weights, "the engine's"
+    assert plan.weights == rehearse(plain(config)).weights, "the engine's"
     micro_batch = full_micro_batch(engine.model, shape)
     engine.backward(engine.forward(micro_batch, entropy="value").logprobs.sum())
     sums = [p.grad for p in engine.model.parameters() if p.grad is not None]
@@ -219,10 +224,6 @@ def test_a_plan_counts_what_is_held_and_what_a_pass_takes(
     in_learner, in_engine = (line for line in make_plan(config).phases[0].lines if line.name == "weights")
     assert (in_learner.nbytes, in_engine.nbytes) == (plan.held, plan.weights)
     assert "less by model.quantization" in in_learner.why
-
-
-def _plain(config: RunConfig) -> Any:
-    return config.model.model_copy(update={"quantization": ""})
 
 
 # --- sleep, checkpoints, adapters -----------------------------------------------------------
@@ -297,35 +298,30 @@ def test_peft_sees_the_layers_whatever_it_has_been_told_before(make_config: Make
 # --- refusals -------------------------------------------------------------------------------
 
 
+TRAINED = r"model.lora.rank is 0: weights of 4 bits cannot be trained. Set model.lora.rank=16"
+UNCORRECTED: dict[str, dict[str, Any]] = {"algorithm": {"correction": {"kind": "none"}}}
+
+
 @pytest.mark.parametrize(
     ("model", "sections", "problem"),
     [
         ({}, {}, None),
-        ({"lora": {"rank": 0}}, {}, r"model.lora.rank is 0: weights of 4 bits cannot be trained. Set model.lora.rank=16"),
+        ({"lora": {"rank": 0}}, {}, TRAINED),
         ({"quantization": "nf5"}, {}, r"model.quantization is 'nf5', and there is only nf4.* Did you mean 'nf4'"),
         ({"quantization": "int8"}, {}, r"model.quantization is 'int8', and there is only nf4"),
-        ({}, {"learner": {"engine": "fsdp2", "num_processes": 2}}, r"learner.engine is fsdp2.*Set learner.engine=torch"),
-        ({}, {"rollout": {"engine": "vllm", "quantization": "nf4"}}, r"engine is vllm: only hf samples with .* 4 bits"),
-        (
-            {},
-            {"rollout": {"engine": "vllm"}, "algorithm": {"correction": {"kind": "none"}}},
-            r"engine is vllm, which samples with a base in model.dtype: the policy that samples is not the learner's.*"
-            r"correction.kind=token_tis \(or another one of docs/algorithms.md\), or set rollout.engine=hf",
-        ),
-        ({}, {"algorithm": {"correction": {"kind": "none"}}}, None),  # hf has the learner's own values
+        ({}, {"learner": {"engine": "fsdp2"}}, r"learner.engine is fsdp2.*Set learner.engine=torch"),
+        ({}, UNCORRECTED, None),  # hf has the learner's own values
         ({"quantization": ""}, {"rollout": {"quantization": "nf4"}}, None),
         (
             {"quantization": ""},
-            {"rollout": {"quantization": "nf4"}, "algorithm": {"correction": {"kind": "none"}}},
+            {"rollout": {"quantization": "nf4"}, **UNCORRECTED},
             r"rollout.quantization is nf4: the policy that samples is not the learner's",
         ),
     ],
 )
-def test_a_base_in_4_bits_needs_adapters_one_device_and_weights_for_other_engines(
+def test_a_base_in_4_bits_needs_adapters_and_one_process(
     make_config: MakeConfig, model: dict[str, Any], sections: dict[str, dict[str, Any]], problem: str | None
 ) -> None:
-    if sections.get("rollout", {}).get("engine") == "vllm":
-        pytest.importorskip("asyncrl_plugins.vllm")
     if problem is None:
         in_4_bits(make_config, model, **sections)
     else:

@@ -42,7 +42,9 @@ def test_hf_samples_with_the_learners_own_values_and_other_engines_do_not(pair_c
     assert mismatch.kl > 0
 
 
-@pytest.mark.parametrize(("base", "sampled", "expected"), [("nf4", "int8", 5.0), ("", "int8", 1.0), ("nf4", "nf4", 1e-3)])
+@pytest.mark.parametrize(
+    ("base", "sampled", "expected"), [("nf4", "int8", 5.0), ("", "int8", 1.0), ("nf4", "nf4", 1e-3)]
+)
 def test_the_accepted_difference_is_that_of_the_coarser_weights(
     pair_config: RunConfig, base: str, sampled: str, expected: float
 ) -> None:
