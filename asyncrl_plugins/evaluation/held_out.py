@@ -74,7 +74,8 @@ def _with_model(config: RunConfig, folder: Path) -> RunConfig:
         model = settings_of(config.model, folder)
     else:
         lora = config.model.lora.model_copy(update={"rank": 0})
-        model = model_of_export(config.model, folder).model_copy(update={"path": str(folder), "lora": lora})
+        whole = {"path": str(folder), "lora": lora, "quantization": ""}
+        model = model_of_export(config.model, folder).model_copy(update=whole)
     config = config.model_copy(update={"model": model})
     check_lengths(config, describe_folder(model))
     check_engine(config)

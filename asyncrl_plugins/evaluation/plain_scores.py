@@ -128,14 +128,14 @@ def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list
     check_rewarded(config.reward, config.environment)
     base = config.model
     if not is_adapter_folder(folder):
-        base = model_of_export(base, folder).model_copy(update={"path": str(folder)})
+        base = model_of_export(base, folder).model_copy(update={"path": str(folder), "quantization": ""})
     check_lengths(config.model_copy(update={"model": base}), describe_folder(base))
     processor = PromptProcessor(base, config.data.chat_template_kwargs)
     rows = list(held_out_prompts(config.data, processor, config.network.max_message_mib)[1])
     hf_config = describe_model(model_folder(base), trust_remote_code=base.trust_remote_code)
     device = resolve_device(config.rollout.device, "rollout.device")
     compute_in_full_float32()
-    model = load_policy(base, folder).to(device).eval()
+    model = load_policy(base, folder, base.quantization).to(device).eval()
     banned = sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES))
     size, temperature = config.evaluation.group_size, config.evaluation.temperature
     sampling = {
