@@ -32,6 +32,7 @@ Group = Literal[
     "commands",
     "demos",
     "displays",
+    "evaluators",
     "exporters",
     "options",
     "rollout_engines",
@@ -248,6 +249,16 @@ def installed_exporter() -> Exporter | None:
     if exporter is None:
         logger.info("no metrics are served: no exporter is installed. %s", what_to_install("exporters"))
     return exporter
+
+
+def installed_evaluator(asked_by: str) -> Part:
+    """The first installed evaluator: a function of a RunConfig and a model folder, which completes the held-out rows
+    and returns a `sample` (RewardSample) and a `score` (Score) of each completion, those of a row one after the other.
+
+    Raises UserError where none is installed."""
+    for name in installed("evaluators"):
+        return description("evaluators", name)
+    raise UserError(f"{asked_by} needs an evaluator, and none is installed. {what_to_install('evaluators')}")
 
 
 def implementation(path: str) -> Any:

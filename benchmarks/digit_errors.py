@@ -19,7 +19,7 @@ import numpy as np
 from asyncrl.config.load import load_config
 from asyncrl.demo.prepare import GRPO
 from asyncrl.demo.reward import answer, reading
-from asyncrl.demo.scoring import complete_held_out
+from asyncrl_plugins.evaluation.plain_scores import complete_held_out
 
 
 def main() -> None:

@@ -25,7 +25,6 @@ from pathlib import Path
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.demo.prepare import prepare
-from asyncrl.demo.scoring import evaluate
 from asyncrl.devices.device import resolve_dtype
 from asyncrl.journal.writer import TicketSlot
 from asyncrl.models.export import export_model
@@ -36,6 +35,7 @@ from asyncrl.run_folder.contents import EXPORT_FOLDER, policy_folder
 from asyncrl.run_folder.export_record import read_record
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl_plugins.evaluation.adapters import settings_of, start_policy
+from asyncrl_plugins.evaluation.plain_scores import evaluate
 from learner.groups.ticket import ReceivedGroup
 from learner.loop.logprob_parity import compare
 from learner.loop.policy_export import export_policy

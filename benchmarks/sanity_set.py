@@ -25,11 +25,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from asyncrl.config.load import dump_config, load_config
-from asyncrl.demo.scoring import score_held_out
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl_plugins.demos import sentences
 from asyncrl_plugins.demos.llm import CONFIG
 from asyncrl_plugins.demos.smollm2 import write_language_model
+from asyncrl_plugins.evaluation.plain_scores import score_held_out
 from benchmarks.against_trl import ROOT, UNATTENDED, run_theirs
 
 TRL = "TRL, float32"

@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def score(model: Path, name: str, settings: list[str]) -> str:
-    from asyncrl.demo.scoring import evaluate
+    from asyncrl_plugins.evaluation.plain_scores import evaluate
 
     scores = evaluate(load_config(GRPO, [*settings, f"model.path={model}"]), model)
     return f"  {name:<16}{scores.accuracy:.3f} ± {scores.accuracy_error:.3f}"

@@ -208,9 +208,8 @@ def _export(learner: Learner) -> None:
     """Write the end product, and say how far it is from the policy that was sampled."""
     folder, config = learner.config.run_path / EXPORT_FOLDER, learner.config
     learner.engine.export(learner.processor.processor, folder)
-    record = finish_export(
-        config.model, config.rollout.quantization, learner.processor, learner.writer.some_prompts, folder
-    )
+    sampled = config.rollout.precision(config.model.quantization)
+    record = finish_export(config.model, sampled, learner.processor, learner.writer.some_prompts, folder)
     logger.log(logging.WARNING if record.differs else logging.INFO, "finished: %s is %s", folder, record.describe())
 
 

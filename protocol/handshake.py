@@ -125,9 +125,9 @@ def check_hello(
     if hello.quantization != quantization:
         return Refusal(
             code=ErrorCode.MODEL_MISMATCH,
-            reason=f"{server} samples with weights of rollout.quantization={hello.quantization!r}, the learner "
+            reason=f"{server} samples with weights of quantization {hello.quantization!r}, the learner "
             f"expects {quantization!r}: its check of log-probs and its correction are for that",
-            fix="Start both with the same rollout.quantization",
+            fix="Start both with the same rollout.quantization and model.quantization",
         )
     if hello.processor_fingerprint != processor_fingerprint:
         return Refusal(

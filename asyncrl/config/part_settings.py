@@ -9,11 +9,7 @@ from typing import Literal
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.environment import EnvironmentConfig
-from asyncrl.config.run_sections import (
-    BatchConfig,
-    EvaluationConfig,
-    NetworkConfig,
-)
+from asyncrl.config.run_sections import BatchConfig, EvaluationConfig, NetworkConfig
 from asyncrl.config.sections import DataConfig, ModelConfig, Purpose
 from asyncrl.config.service_sections import CriticConfig, LearnerConfig, RolloutConfig
 

@@ -149,5 +149,18 @@ class RolloutWeights(Part):
     """Facts for each engine that holds the weights in this precision itself, by its name. Its page says which."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class BaseWeights(RolloutWeights):
+    """Description of weights that a learner may hold, too, in the frozen base of adapters. `module:function` each:"""
+
+    held_by_learner: str
+    """Replaces layers of a model on the CPU, and moves it to a device."""
+    planned: str
+    """Lets layers of a model on the meta device take what theirs do. Returns the bytes by which weights are fewer."""
+    card: str
+    """Writes README.md beside an adapter in a folder, by its ModelConfig."""
+
+
 ROLLOUT_WEIGHTS = Parts("models", "rollout.quantization", RolloutWeights)
+BASE_WEIGHTS = Parts("models", "model.quantization", BaseWeights)
 TRACKERS = Parts("trackers", "telemetry.trackers", Part)

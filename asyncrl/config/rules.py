@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl.config.installed_methods import method_of
 from asyncrl.config.method import NEEDS
-from asyncrl.config.parts import LEARNER_ENGINES, ROLLOUT_ENGINES, ROLLOUT_WEIGHTS, WEIGHT_CHANNELS
+from asyncrl.config.parts import BASE_WEIGHTS, LEARNER_ENGINES, ROLLOUT_ENGINES, ROLLOUT_WEIGHTS, WEIGHT_CHANNELS
 from asyncrl.config.run_sections import TOKEN_BYTES, RunSections
 from asyncrl.config.sections import component_name
 from asyncrl.plugins import description, installed
@@ -202,8 +202,10 @@ def engine_problems(config: RunSections) -> Iterator[str]:
             f"rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but the {rollout.engine} engine runs on "
             f"one device. Set {''.join(wide)}rollout.tensor_parallel_size=1"
         )
-    for part in (engine, WEIGHT_CHANNELS[rollout.weights_channel], ROLLOUT_WEIGHTS.find(rollout.quantization)):
-        yield from part.problems(config) if part else ()
+    chosen = {rollout.quantization: ROLLOUT_WEIGHTS, config.model.quantization: BASE_WEIGHTS}
+    weights = (parts[name] for name, parts in chosen.items() if name)
+    for part in (engine, WEIGHT_CHANNELS[rollout.weights_channel], *weights):
+        yield from part.problems(config)
 
 
 def training_engine_problems(config: RunSections) -> Iterator[str]:

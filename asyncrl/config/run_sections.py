@@ -16,13 +16,7 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.environment import EnvironmentConfig, LimitsConfig
 from asyncrl.config.parts import ROLLOUT_ENGINES, TRACKERS
 from asyncrl.config.sections import DataConfig, ModelConfig, OpenSection, RewardConfig, Section
-from asyncrl.config.service_sections import (
-    CriticConfig,
-    LearnerConfig,
-    ReferenceConfig,
-    RolloutConfig,
-    meant_device,
-)
+from asyncrl.config.service_sections import CriticConfig, LearnerConfig, ReferenceConfig, RolloutConfig, meant_device
 from asyncrl.plugins import description, implementation, installed
 
 _PROMPT_ID_BYTES, _IMAGE_GRID_BYTES, _LENGTH_BYTES = 4, 12, 4
@@ -318,7 +312,7 @@ class RunSections(OpenSection):
     def _whole_model(self, path: str) -> ModelConfig:
         """A model of its own beside the policy, with the policy's weights where no path is given."""
         whole = self.model.lora.model_copy(update={"rank": 0})
-        return self.model.model_copy(update={"path": path or self.model.path, "lora": whole})
+        return self.model.model_copy(update={"path": path or self.model.path, "lora": whole, "quantization": ""})
 
     @property
     def trajectories_per_step(self) -> int:

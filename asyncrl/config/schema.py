@@ -31,11 +31,7 @@ class RunConfig(RunSections):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:
-        rules = (
-            run_problems,
-            sampling_problems,
-            method_problems,
-        )
+        rules = (run_problems, sampling_problems, method_problems)
         problems = [problem for rule in rules for problem in rule(self)]
         if problems:
             raise ValueError("\n".join(problems))
@@ -90,7 +86,7 @@ class RunConfig(RunSections):
         return NetworkSettings(
             network=self.network,
             mode=self.trainer.mode,
-            quantization=self.rollout.quantization,
+            quantization=self.rollout.precision(self.model.quantization),
             components=self.reward.component_names,
             max_prompt_length=self.data.max_prompt_length,
             largest_group_bytes=max(self.group_bytes(self.trajectories_per_group), held_out),
@@ -141,7 +137,7 @@ class RunConfig(RunSections):
         return LinkSettings(
             network=self.network,
             mode=self.trainer.mode,
-            quantization=self.rollout.quantization,
+            quantization=self.rollout.precision(self.model.quantization),
             groups_in_flight=self.groups_in_flight,
             start_timeout_s=self.start_timeout_s,
             run_path=self.run_path,

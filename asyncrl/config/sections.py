@@ -77,6 +77,9 @@ class ModelConfig(Section):
     """Type of the weights on both sides and on the wire; auto is bfloat16 where both sides are on GPUs, and under
     adapters on CPUs with AVX512-BF16 or AMX for a model 512 wide or more, else float32. 16-bit weights are trained on
     float32 master weights, in float16 with an adaptive loss scale; adapters are always float32."""
+    quantization: str = ""
+    """Precision of the learner's frozen base below adapters, a plug-in's name such as `nf4` (QLoRA); empty: dtype. The
+    hf engine samples with the same values, other engines with a base in dtype."""
     float32_head: bool = False
     """Compute the output layer in float32 whatever dtype is, on both sides (MiniMax-M1, arXiv 2506.13585): logits are
     rounded to 16 bits otherwise. Not with vLLM, which computes them in dtype."""

@@ -67,6 +67,10 @@ class RolloutConfig(OpenSection):
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Passed to the engine as they are."""
 
+    def precision(self, base: str) -> str:
+        """Name of the weights of lower precision that completions are sampled with; `base`: model.quantization."""
+        return self.quantization or (base if self.engine == "hf" else "")
+
     @property
     def uses_device_channel(self) -> bool:
         """Whether weights_channel names one between device memories."""

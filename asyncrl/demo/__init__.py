@@ -1,8 +1,8 @@
 """The demo: `asyncrl demo`. A small vision-language model learns to compute with handwritten digits.
 
 Reading order: `data` (images, questions, answers) -> `model` (a small Qwen2-VL) -> `reward` (of a completion)
--> `prepare` (data and warm start, each a command) -> `baselines` (what the warm start scores) -> `command` (all of
-it, then GRPO and a check of the export).
+-> `prepare` (data and warm start, each a command) -> `command` (all of it, scores of the warm start, GRPO and a check
+of the export).
 """
 
 from asyncrl.processing import torchvision_cpu

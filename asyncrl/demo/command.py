@@ -1,4 +1,4 @@
-"""The demo of handwritten digits, end to end: data, a warm start, its baselines, training, a check of the export.
+"""The demo of handwritten digits, end to end: data, a warm start, its scores, training, a check of the export.
 
     asyncrl demo digits [ALGORITHM] [--seed 1] [--folder DIR] [--steps 200] [--from-scratch] [--quick] [key=value ...]
 
@@ -6,7 +6,8 @@ ALGORITHM is an overlay such as rloo (docs/algorithms.md); without one it is GRP
 0.2 and 0.28 and a mean over tokens, and not yet the overlay `grpo`. Everything is written to one new
 folder. The last lines compare held-out accuracy of the warm start, by each way of
 decoding, with that of the run halfway and at its end; the line before them scores the export again with nothing but
-transformers. `--quick` makes everything small, and learns little.
+transformers. Both are `asyncrl eval`'s: without it the start is scored by the run alone. `--quick` makes everything
+small, and learns little.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.load import load_config
-from asyncrl.demo.baselines import BASELINES
 from asyncrl.demo.choice import DemoRequest
 from asyncrl.demo.prepare import GRPO, check_parts, prepare, run
 from asyncrl.errors import UserError, pasted
+from asyncrl.plugins import installed, what_to_install
 from asyncrl.telemetry.jsonl import read_lines
+
+BASELINES = "baselines.json"
+"""Scores of the start, by name of the decoding."""
 
 
 def demo(request: DemoRequest) -> None:
@@ -31,7 +35,7 @@ def demo(request: DemoRequest) -> None:
     check_parts(from_scratch=request.from_scratch)
     folder = request.new_folder
     seconds = prepare(folder, request.seed, from_scratch=request.from_scratch, quick=request.quick)
-    check = ["-m", "asyncrl.demo.baselines", "--folder", str(folder), "--export"]
+    check = ["-m", "asyncrl", "eval", str(folder / "grpo" / "config.yaml"), "--model", str(folder / "grpo" / "export")]
     train_and_compare(folder, request, seconds, held_out="rows of unseen scans", check=check)
 
 
@@ -40,13 +44,19 @@ def train_and_compare(
 ) -> None:
     """Score the start of FOLDER/config.yaml by each decoding, train it, check the export and say what was gained.
 
-    `held_out`: words for the rows. `check`: arguments of Python for the stage that reads the export."""
-    grpo, changes = folder / "grpo", request.changes
-    score = ["-m", "asyncrl.demo.baselines", "--folder", str(folder), *changes]
-    seconds["baselines"] = run("the start with plain transformers, by each decoding", *score)
-    train = ["-m", "asyncrl", "train", str(folder / "config.yaml"), *changes]
-    seconds["grpo"] = run("asynchronous reinforcement learning (asyncrl train)", *train)
-    seconds["check"] = run("the exported folder with plain transformers", *check)
+    `held_out`: words for the rows. `check`: arguments of Python for the stage that scores the export. Without `asyncrl
+    eval` only the run's own evaluations are compared."""
+    grpo, config = folder / "grpo", [str(folder / "config.yaml"), *request.changes]
+    if scores := "eval" in installed("commands"):
+        score = [*config, "--model", load_config(folder / "config.yaml").model.path, "--decodings"]
+        title = "the start with plain transformers, by each decoding (asyncrl eval)"
+        seconds["baselines"] = run(title, "-m", "asyncrl", "eval", *score, str(folder / BASELINES))
+    else:
+        alone = "the start is scored by the run alone, and the export is not: `asyncrl eval` is not installed"
+        print(f"\n{alone}. {what_to_install('commands')}")
+    seconds["grpo"] = run("asynchronous reinforcement learning (asyncrl train)", "-m", "asyncrl", "train", *config)
+    if scores:
+        seconds["check"] = run("the exported folder with plain transformers", *check)
     summary = summarise(folder, request.seed, seconds)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
     print(f"\n{table(summary, held_out)}\nmodel {grpo / 'export'}")
@@ -64,9 +74,10 @@ def check_changes(file: Path, changes: Sequence[str]) -> None:
 
 def summarise(folder: Path, seed: int, seconds: Mapping[str, float]) -> dict[str, Any]:
     """Held-out accuracy and its standard error by decoding and by step, training reward, and seconds by stage."""
-    baselines = json.loads((folder / BASELINES).read_text(encoding="utf-8"))
     evaluations, metrics = (read_lines(folder / "grpo" / name) for name in ("evaluations.jsonl", "metrics.jsonl"))
     first, last = evaluations[0], evaluations[-1]
+    file = folder / BASELINES
+    baselines = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"greedy": first}
     halfway = min(evaluations, key=lambda evaluation: abs(evaluation["step"] - last["step"] / 2))
     shown = [halfway, last] if first["step"] < halfway["step"] < last["step"] else [last]
     rewards = [step["reward/mean"] for step in metrics]

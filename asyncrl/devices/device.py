@@ -128,8 +128,9 @@ def max_logprob_difference(
     """Accepted difference of a token's log-prob between engine and learner, in nats, on this machine's devices."""
     if alignment.max_logprob_difference:
         return alignment.max_logprob_difference
-    if weights := ROLLOUT_WEIGHTS.find(rollout.quantization):
-        return weights.max_logprob_difference
+    if (sampled := rollout.precision(model.quantization)) != model.quantization:
+        rounded = filter(None, map(ROLLOUT_WEIGHTS.find, (sampled, model.quantization)))
+        return max(weights.max_logprob_difference for weights in rounded)
     names = (learner.device, rollout.device)
     dtype = dtype_here(model.dtype, names)
     in_tf32 = dtype == "float32" and not _all_on_cpu(names)

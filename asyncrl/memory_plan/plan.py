@@ -156,7 +156,8 @@ def _whole_lines(
     engines = (model, model.critic) if model.critic else (model,)  # one at a time is at work
     passing = max(engine.passing for engine in engines)
     offloads = learner.offloads_masters
-    yield MemoryItem("weights", model.weights, f"{count(model.parameters)} in {dtype}")
+    less = f", {size(fewer)} less by model.quantization" if (fewer := model.weights - model.held) else ""
+    yield MemoryItem("weights", model.held, f"{count(model.parameters)} in {dtype}{less}")
     if not offloads:
         yield MemoryItem("gradients", model.gradients, f"{count(model.trained)} are trained, gradients in float32")
         in_8_bits = ", of 8 bits where a tensor is not small" if learner.optimizer == "adamw_8bit" else ""

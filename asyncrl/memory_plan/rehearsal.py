@@ -21,7 +21,7 @@ from asyncrl.attention.masked_attention import window_of
 from asyncrl.attention.prefix_kernels import Group
 from asyncrl.attention.shared_prefix import SharedPrefixLayout, UnpackableError, make_layout
 from asyncrl.config.installed_methods import chosen_hooks
-from asyncrl.config.parts import BLOCK_8BIT, GRADIENTS_IN_FLIGHT, LEARNER_ENGINES, SMALLEST_8BIT
+from asyncrl.config.parts import BASE_WEIGHTS, BLOCK_8BIT, GRADIENTS_IN_FLIGHT, LEARNER_ENGINES, SMALLEST_8BIT
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import DataConfig
 from asyncrl.config.service_sections import Optimizer
@@ -55,6 +55,8 @@ class ModelBytes:
     trained: int
     """Number of parameters that are trained."""
     weights: int
+    held: int
+    """Weights as the learner has them: fewer bytes with model.quantization."""
     gradients: int
     moments: int
     """AdamW's two, in fp32 as the gradients are, or in 8 bits."""
@@ -86,7 +88,7 @@ class ModelBytes:
     @property
     def kept(self) -> int:
         """Bytes that outlast a step: weights, master weights and moments."""
-        return self.weights + self.masters + self.moments
+        return self.held + self.masters + self.moments
 
     @property
     def offloaded(self) -> int:
@@ -131,6 +133,7 @@ def rehearse(config: RunConfig) -> ModelBytes:
 def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
     shared_prefix.register()
     model = skeleton(config.model, text_attention=shared_prefix.SHARED_PREFIX_ATTENTION)
+    fewer = implementation(base.planned)(model) if (base := BASE_WEIGHTS.find(config.model.quantization)) else 0
     spec = resolve_adapter(config.model)
     if spec is not None:
         add_adapter(model, spec)
@@ -169,6 +172,7 @@ def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         trained=sum(parameter.numel() for parameter in trained),
         weights=nbytes(weights),
+        held=nbytes(weights) - fewer,
         gradients=nbytes(sums),
         moments=sum(_moments(parameter.numel(), config.learner.optimizer) for parameter in trained),
         masters=sum(

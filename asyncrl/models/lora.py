@@ -207,7 +207,7 @@ def is_adapter_folder(folder: Path) -> bool:
 
 
 def load_policy(config: ModelConfig, folder: Path, quantization: str = "") -> Any:
-    """The policy of `folder` as engines sample it: in `config.dtype`, of lower precision where rollout.quantization is,
+    """The policy of `folder` as engines sample it: in `config.dtype`, of lower precision where `quantization` says so,
     and an adapter in fp32 beside its base, which is the model of `config`. Caps on scores and the like are computed.
 
     Raises UserError before anything is loaded if the adapter was trained on another base.

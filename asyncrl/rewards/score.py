@@ -87,6 +87,11 @@ class EvaluationScores:
     """Number of completions that could not be made or scored."""
 
 
+def accuracy_and_reward(components: Mapping[str, float], reward: float | None, name: str) -> tuple[float, float] | None:
+    """Component `name` of a completion, or its reward where the name is empty, and the reward; None without a score."""
+    return None if reward is None else (components[name] if name else reward, reward)
+
+
 def evaluation_scores(rows: Sequence[Sequence[tuple[float, float] | None]]) -> EvaluationScores:
     """`rows`: (accuracy component, reward) of each completion of each row; None for one without a score.
 

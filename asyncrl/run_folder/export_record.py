@@ -23,9 +23,9 @@ class ExportRecord:
     policy_dtype: str
     """model.dtype of the run."""
     base: str = ""
-    """model.path of an adapter's run."""
+    """model.path of an adapter's run, and what its weights were rounded to in the learner."""
     quantization: str = ""
-    """rollout.quantization of the run."""
+    """Precision of the weights that sampled, where the learner's had another one."""
     logprob_gap: float | None = None
     """Mean absolute difference of the log-probs of sampled tokens, in nats; None where the folder holds the weights
     that sampled."""
@@ -51,10 +51,7 @@ class ExportRecord:
 
     def _ways_out(self) -> str:
         if self.quantization:
-            return (
-                f"It was sampled with {self.quantization} weights: serve it with such, or train without "
-                "rollout.quantization"
-            )
+            return f"It was sampled with {self.quantization} weights: serve it with such, or train without quantization"
         return (
             f"Use the adapter (asyncrl export RUN TARGET --adapter) on its base in {self.policy_dtype}, or train with "
             "model.dtype=float32, in which a merge is the policy"

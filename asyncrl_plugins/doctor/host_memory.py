@@ -111,7 +111,7 @@ def _items(plan: MemoryPlan) -> Iterator[MemoryItem]:
         why = "master weights, gradients and AdamW's moments (learner.cpu_offload)"
         yield MemoryItem("optimiser state, offloaded", sum(engine.offloaded for engine in engines), why)
     if config.trainer.mode == "sync" and not config.learner.is_divided:
-        asleep = sum(engine.weights if offloads else engine.kept for engine in engines) + model.reference - offloaded
+        asleep = sum(engine.held if offloads else engine.kept for engine in engines) + model.reference - offloaded
         yield MemoryItem("learner asleep", asleep, f"weights{'' if offloads else ' and optimiser state'}, pinned")
     if config.trainer.mode == "sync" and ROLLOUT_ENGINES[config.rollout.engine].has_model:
         if config.rollout.sleep_level == 1:

@@ -52,6 +52,10 @@ def find_model(config: RunConfig) -> Findings[dict[str, Any]]:
         if config.rollout.engine == "hf":
             held = f"rounded and held in {resolve_dtype(config).model.dtype}, so that no memory is saved"
         yield Finding("rollout weights", f"{quantization}, made anew from each version, {held}", "note")
+    if quantization := config.model.quantization:
+        sampled = "the same values" if config.rollout.precision(quantization) == quantization else "others"
+        held = f"{quantization} in the learner, below adapters; completions are sampled with {sampled}, in model.dtype"
+        yield Finding("base weights", held, "note")
     if gpus := gpus_of_run(config.learner.device, config.rollout.device):
         yield Finding("GPUs", describe_assignment(assign_gpus(config, len(gpus)), gpus))
     return described

@@ -9,7 +9,7 @@ from importlib.metadata import requires
 import zmq
 from packaging.requirements import Requirement
 
-from asyncrl.config.parts import LEARNER_ENGINES, ROLLOUT_ENGINES
+from asyncrl.config.parts import BASE_WEIGHTS, LEARNER_ENGINES, ROLLOUT_ENGINES
 from asyncrl.plugins import implementation
 from asyncrl.telemetry.host_versions import installed_version
 from asyncrl_plugins.doctor.findings import Finding, Findings
@@ -24,7 +24,7 @@ INSTALL = "bash scripts/install.sh"
 
 def extra_of() -> dict[str, str]:
     """Extras by the optional packages that they install, those of plug-ins included."""
-    parts = (*LEARNER_ENGINES.all().values(), *ROLLOUT_ENGINES.all().values())
+    parts = (part for kind in (LEARNER_ENGINES, ROLLOUT_ENGINES, BASE_WEIGHTS) for part in kind.all().values())
     return EXTRA_OF | {package: part.extra for part in parts for package in part.packages}
 
 

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
@@ -14,7 +15,6 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import DataConfig
 from asyncrl.data.dataset import open_validation
-from asyncrl.demo.scoring import EvaluatedRow, known_scores, score_held_out, scores_line, summarise
 from asyncrl.environments.recording import describe_conversations
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.journal import JOURNAL_FILE
@@ -23,13 +23,23 @@ from asyncrl.journal.run_inputs import describe_changes, scoring_at, scoring_set
 from asyncrl.rewards.score import labels_by, scores_by_label
 from asyncrl.run_folder.contents import checkpoint_folders
 from asyncrl.telemetry.jsonl import write_atomically
+from asyncrl_plugins.evaluation.plain_scores import (
+    EvaluatedRow,
+    known_scores,
+    score_held_out,
+    scores_line,
+    summarise,
+)
 from protocol.values import as_json
 
 
 def run_eval(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
-    if arguments.out and not arguments.out.absolute().parent.is_dir():
-        raise UserError(f"--out is {arguments.out}, but there is no folder {arguments.out.absolute().parent}")
+    for flag in ("out", "decodings"):
+        if (file := getattr(arguments, flag)) and not file.absolute().parent.is_dir():
+            raise UserError(f"--{flag} is {file}, but there is no folder {file.absolute().parent}")
+    if arguments.decodings:
+        return _write_decodings(config, arguments)
     if column := arguments.by or config.evaluation.by:
         check_column(config.data, column)
     if config.environment.is_used:
@@ -47,6 +57,19 @@ def run_eval(arguments: argparse.Namespace) -> int:
         print(describe_by(config, scored, column))
     if other := scored_otherwise(config, arguments.model):
         print(f"note: {other}")
+    return 0
+
+
+def _write_decodings(config: RunConfig, arguments: argparse.Namespace) -> int:
+    """Scores of the model by each way of decoding, as text and in the file."""
+    if given := [flag for flag in ("out", "by", "prefix") if getattr(arguments, flag)]:
+        raise UserError(f"--decodings makes its own completions and keeps scores alone: leave --{given[0]} out")
+    if config.environment.is_used:
+        raise UserError("--decodings begins completions of one turn, and an environment answers: leave it out")
+    from asyncrl_plugins.evaluation.decodings import score_decodings
+
+    found = {name: asdict(scores) for name, scores in score_decodings(config, arguments.model).items()}
+    arguments.decodings.write_text(json.dumps(found, indent=2), encoding="utf-8")
     return 0
 
 

@@ -16,7 +16,6 @@ from asyncrl.checks.inputs import check_engine, check_lengths
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.prompts import RenderedPrompt
 from asyncrl.data.survey.held_out import EVALUATION_IDS, evaluation_ticket, held_out_prompts
-from asyncrl.demo.scoring import EvaluatedRow, EvaluationProgress
 from asyncrl.devices.device import compute_in_full_float32, resolve_dtype
 from asyncrl.environments.recording import EnvironmentHealth, described_turns
 from asyncrl.errors import BadStateError, UserError
@@ -29,6 +28,7 @@ from asyncrl.rewards.score import Score
 from asyncrl.rewards.scorer import RewardScorer
 from asyncrl.rewards.spec import check_rewarded
 from asyncrl_plugins.evaluation.adapters import settings_of, start_policy
+from asyncrl_plugins.evaluation.plain_scores import EvaluatedRow, EvaluationProgress
 from protocol.messages import Group, Ticket, TicketFailed, TrajectoryRecord
 from rollout_server.engines import create_engine
 from rollout_server.engines.base import EngineDied, InferenceEngine
@@ -74,7 +74,8 @@ def _with_model(config: RunConfig, folder: Path) -> RunConfig:
         model = settings_of(config.model, folder)
     else:
         lora = config.model.lora.model_copy(update={"rank": 0})
-        model = model_of_export(config.model, folder).model_copy(update={"path": str(folder), "lora": lora})
+        whole = {"path": str(folder), "lora": lora, "quantization": ""}
+        model = model_of_export(config.model, folder).model_copy(update=whole)
     config = config.model_copy(update={"model": model})
     check_lengths(config, describe_folder(model))
     check_engine(config)

@@ -1,11 +1,11 @@
-"""Descriptions of the commands `asyncrl eval` and `asyncrl env`."""
+"""Descriptions of the commands `asyncrl eval` and `asyncrl env`, and of the scores that other plug-ins ask for."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser
 from pathlib import Path
 
-from asyncrl.plugins import Command
+from asyncrl.plugins import Command, Part
 
 
 def _add_eval_arguments(parser: ArgumentParser) -> None:
@@ -13,6 +13,8 @@ def _add_eval_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write each completion with its scores, as JSON lines")
     parser.add_argument("--by", default="", metavar="COLUMN", help="scores of each value of a column of the rows, too")
     parser.add_argument("--prefix", default="", metavar="TEXT", help="beginning of every completion")
+    decodings = "write accuracy by greedy, sampled, and each first word of demonstrations, and nothing else"
+    parser.add_argument("--decodings", type=Path, metavar="FILE", help=decodings)
 
 
 def _add_env_commands(parser: ArgumentParser) -> None:
@@ -56,3 +58,4 @@ ENV = Command(
     run="asyncrl_plugins.evaluation.env_command:run_env",
     add_arguments=_add_env_commands,
 )
+PLAIN = Part(implementation="asyncrl_plugins.evaluation.plain_scores:score_held_out")

@@ -9,6 +9,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.launch.command import become
 from asyncrl.launch.one_service import telling_ranks
+from asyncrl_plugins.sft.settings import evaluator, scores_completions
 from learner.ranks.rank_variables import rank_of_service
 
 
@@ -40,6 +41,8 @@ def _check_inputs(config: RunConfig) -> None:
         check_weights,
     )
 
+    if scores_completions(config):
+        evaluator()
     check_trackers(config.telemetry)
     described = check_model(config.model)
     check_rotary(config.data.max_prompt_length + config.data.max_response_length, config.model, described)

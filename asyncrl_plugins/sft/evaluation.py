@@ -15,13 +15,13 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.dataset import open_validation
-from asyncrl.demo.scoring import known_scores, score_held_out
 from asyncrl.errors import UserError
 from asyncrl.models.export import write_whole
+from asyncrl.plugins import implementation
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.rewards.score import evaluation_scores, label_values, labels_by
+from asyncrl.rewards.score import accuracy_and_reward, evaluation_scores, label_values, labels_by
 from asyncrl_plugins.sft.rows import DemonstrationRows
-from asyncrl_plugins.sft.settings import settings_of
+from asyncrl_plugins.sft.settings import evaluator, scores_completions, settings_of
 from asyncrl_plugins.sft.trainer import SupervisedTrainer
 
 logger = logging.getLogger(__name__)
@@ -42,13 +42,14 @@ class Evaluations:
         columns = open_validation(config.data, "environment")
         has_targets = columns is not None and config.data.target_key in columns.columns
         self._rows = DemonstrationRows(config, processor, is_held_out=True) if has_targets else None
-        self._has_scores = bool(config.reward.functions) and not config.environment.is_used
+        self._has_scores = scores_completions(config)
         if columns is None or not (has_targets or self._has_scores):
             every, missing = settings_of(config).evaluate_every, "data.val_files is empty"
             if columns is not None:
                 missing = f"no held-out row has a column {config.data.target_key!r} (data.target_key), nor is there a "
                 missing += "reward for one turn (reward.functions)"
             raise UserError(f"sft.evaluate_every is {every}, and {missing}. Give one, or set sft.evaluate_every=0")
+        self._score = implementation(evaluator().implementation) if self._has_scores else None
 
     def evaluate(self, trainer: SupervisedTrainer, step: int) -> dict[str, Any]:
         """Score the model as it is now. The best one so far is kept in BEST_FOLDER."""
@@ -81,9 +82,11 @@ class Evaluations:
     def _scores(self, folder: Path) -> dict[str, Any]:
         """Scores as those of `asyncrl eval`, on a copy of the model."""
         config = self._config
-        size, by = config.evaluation.group_size, config.evaluation.by
-        scored = score_held_out(config, folder)
-        rows = known_scores([item.score for item in scored], size, config.reward.accuracy_component)
+        size, by, name = config.evaluation.group_size, config.evaluation.by, config.reward.accuracy_component
+        assert self._score is not None
+        scored = self._score(config, folder)
+        known = [accuracy_and_reward(item.score.components, item.score.reward, name) for item in scored]
+        rows = [known[first : first + size] for first in range(0, len(known), size)]
         values = [item.sample.columns.get(by) for item in scored[::size]]
         labels = labels_by(by, values, "evaluation.by") if by else []
         return {**asdict(evaluation_scores(rows)), "group_size": size, **label_values(labels, rows)}

@@ -160,7 +160,8 @@ class SupervisedRun:
 
     def _finish(self, folder: Path) -> None:
         """Give a folder its final form, and say how far that is from the policy."""
-        record = finish_export(self.config.model, "", self.processor, self._some_prompts, folder)
+        model = self.config.model
+        record = finish_export(model, model.quantization, self.processor, self._some_prompts, folder)
         logger.log(logging.WARNING if record.differs else logging.INFO, "finished: %s is %s", folder, record.describe())
 
     def _some_prompts(self) -> list[RenderedPrompt]:

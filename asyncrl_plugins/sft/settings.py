@@ -7,6 +7,7 @@ from pydantic import Field
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import Section
 from asyncrl.config.service_sections import OptimConfig
+from asyncrl.plugins import Part, installed_evaluator
 
 
 class SftOptimConfig(OptimConfig):
@@ -34,3 +35,13 @@ class SftConfig(Section):
 def settings_of(config: RunConfig) -> SftConfig:
     """The section `sft`, with defaults where it is not given."""
     return (config.model_extra or {}).get("sft") or SftConfig()
+
+
+def scores_completions(config: RunConfig) -> bool:
+    """Whether evaluations of the run score completions; of several turns they do not."""
+    return settings_of(config).evaluate_every > 0 and bool(config.reward.functions) and not config.environment.is_used
+
+
+def evaluator() -> Part:
+    """The installed evaluator. Raises UserError where there is none."""
+    return installed_evaluator("sft.evaluate_every with reward.functions (reward.functions=[] gives losses alone)")

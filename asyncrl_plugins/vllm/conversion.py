@@ -40,10 +40,11 @@ def check_request(request: GenerationRequest, banned: tuple[int, ...], max_token
 
 
 async def engine_input_of(llm: Any, prompt: dict[str, Any]) -> Any:
+    """A prompt as vLLM renders it, with all of its images and videos, whatever vLLM's core keeps of them."""
     from vllm.renderers.inputs.preprocess import parse_model_prompt  # pyright: ignore[reportMissingImports]
 
     parsed = parse_model_prompt(llm.vllm_config.model_config, prompt)
-    (engine_input,) = await llm.renderer.render_cmpl_async([parsed])
+    (engine_input,) = await llm.renderer.render_cmpl_async([parsed], skip_mm_cache=True)
     return engine_input
 
 

@@ -24,6 +24,7 @@ from asyncrl_plugins.vllm.conversion import (
     to_completion,
     to_engine_input,
 )
+from asyncrl_plugins.vllm.sent_media import MISSED, submissions
 from asyncrl_plugins.vllm.sleep import Asleep, fall_asleep, wake_up
 from asyncrl_plugins.vllm.start import (
     DEAD,
@@ -195,18 +196,29 @@ class VLLMEngine:
     async def _complete(self, number: str, request: GenerationRequest, index: int, engine_input: Any) -> Completion:
         """One completion as a request of its own: a short one need not wait for the rest of its group.
 
-        vLLM computes the group's prompt once, as it does for its own `n`: prefix cache and encoder cache have it.
+        vLLM gets the group's images once and computes its prompt once, as it does for its own `n`: its core keeps the
+        images, prefix cache and encoder cache have the prompt.
         """
+        for given in submissions(self._llm, engine_input):
+            if (done := await self._submit(number, request, index, given)) is not None:
+                return done
+        self.check_alive()
+        raise BadStateError(f"vLLM ended ticket {request.request_id} with {MISSED!r}")
+
+    async def _submit(self, number: str, request: GenerationRequest, index: int, given: Any) -> Completion | None:
+        """A completion; None where vLLM's core says MISSED, before it has sampled anything."""
         submitted_version = self._version
         # Blocks of the prefix cache are found only by requests of the same version: with weight_update=keep they
         # cannot be dropped while a sequence runs.
-        salted = {**engine_input, "cache_salt": f"version {submitted_version}"}
+        salted = {**given, "cache_salt": f"version {submitted_version}"}
         params = sampling_params(request, index)
         last: Any = None
         with engine_death_translated():
             async for answer in self._llm.generate(salted, params, number, lora_request=self._adapter_request):
                 last = answer
         output = last.outputs[0]
+        if output.finish_reason == MISSED:
+            return None
         was_interrupted = output.finish_reason == ABORTED and self._sequences.was_interrupted(number)
         if output.finish_reason not in ("stop", "length") and not was_interrupted:
             self.check_alive()

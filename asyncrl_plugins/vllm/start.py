@@ -36,12 +36,14 @@ from asyncrl_plugins.vllm.engine_process import (
 )
 from asyncrl_plugins.vllm.memory import OFFLOADS_GRAPHS, cache_bytes, graph_sizes, memory_utilization, step_tokens
 from asyncrl_plugins.vllm.plugin import LARGEST_RANK, ROUTED_EXPERTS
+from asyncrl_plugins.vllm.sent_media import KEPT_GIB
 from protocol.messages import AdapterSpec
 from rollout_server.engines.base import EngineDied
 
 WORKER = "asyncrl_plugins.vllm.worker"
 """The module that vLLM's workers import; this process, which may not touch their devices, must not."""
 BANNED_TOKENS = "asyncrl_plugins.vllm.banned_tokens:BannedTokens"
+SCHEDULER = "asyncrl_plugins.vllm.scheduler.scheduler"
 CPU_KV_BLOCK = 128
 """Tokens of one block of vLLM's key-value cache on a CPU."""
 CPU_BATCH_TOKENS = 4096
@@ -74,7 +76,7 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "enable_prefix_caching": True,
-        "mm_processor_cache_gb": 0,
+        "mm_processor_cache_gb": KEPT_GIB,
         # For images alone: a flat limit would be one for videos, too. By names that transformers drops in 5.23: vLLM
         # caches processors by their arguments, and could not hash a `size` in this mapping.
         "mm_processor_kwargs": {"images_kwargs": pixel_limits} if pixel_limits else None,
@@ -112,6 +114,8 @@ def engine_arguments(config: RunConfig, *, cuda: bool, text_config: Any, banned:
         }
         if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             arguments["kv_cache_memory_bytes"] = cpu_kv_bytes(text_config, config.model.dtype, config)
+    if not cuda or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
+        arguments["scheduler_cls"] = SCHEDULER
     if ROUTED_EXPERTS in chosen_hooks("token_trace", config.algorithm):
         arguments["enable_return_routed_experts"] = True
     if weights := ROLLOUT_WEIGHTS.find(rollout.quantization):
@@ -256,12 +260,15 @@ def start_vllm(
             if not cuda and "enable_prefix_caching" not in config.rollout.engine_args:
                 # Recurrent states are cached between chunks of a prefill alone, and a CPU has it whole.
                 given.enable_prefix_caching = not given.create_model_config().is_hybrid
-            return AsyncEngine.from_engine_args(
+            engine = AsyncEngine.from_engine_args(
                 given,
                 stat_loggers=cast(Any, [lambda _config, _index=0: statistics]),
             )
         except (TypeError, ValueError) as problem:
             raise UserError(f"vLLM refuses its arguments, such as rollout.engine_args: {problem}") from problem
+        # Each prompt is processed whole, to be compared with ours: nothing is taken from a cache of processed items.
+        engine.renderer._mm_processor_only_cache = None
+        return engine
 
 
 async def say_while_starting(start: asyncio.Future[Any], limit_s: float) -> None:

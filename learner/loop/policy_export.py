@@ -3,7 +3,7 @@
 Engines sample an adapter beside its base. Merged it is another model wherever the base has 16 bits: rounding hides
 small updates, and without rounding everything is computed in another dtype. So it is merged in fp32, by default only
 where the base is fp32, and log-probs of a few hundred sampled tokens are compared. Likewise where an engine sampled
-with weights of lower precision, which no export has.
+with weights of another precision than the policy's. What is merged is added to the base as it was in training.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from asyncrl.config.load import load_config
+from asyncrl.config.parts import BASE_WEIGHTS
 from asyncrl.config.sections import ModelConfig, Purpose
 from asyncrl.data.dataset import open_train, open_validation
 from asyncrl.data.prompts import RenderedPrompt
@@ -24,6 +25,7 @@ from asyncrl.devices.device import resolve_dtype
 from asyncrl.errors import UserError
 from asyncrl.models.export import export_model, write_whole
 from asyncrl.models.lora import is_adapter_folder, load_policy, merge
+from asyncrl.plugins import implementation
 from asyncrl.processing.encoded_prompt import media_arguments
 from asyncrl.processing.processor import PromptProcessor, prompt_processor
 from asyncrl.run_folder.contents import is_resumable
@@ -46,18 +48,19 @@ def finish_export(
     """Merge the adapter in `folder` into its base where that is its form, compare it with the policy, and write the
     record. All of it on the CPU, one model at a time.
 
-    `model` and `quantization` (rollout.quantization) are those of the run; `merged` None merges into a base in fp32
-    that engines did not round. `prompts`, of which ROWS are enough, are asked for where something is compared.
+    `model` and `quantization` (`RolloutConfig.precision`) are those of the run; `merged` None merges into a base in
+    fp32 that nobody rounded. `prompts`, of which ROWS are enough, are asked for where something is compared.
     """
-    is_adapter, is_rounded = is_adapter_folder(folder), bool(quantization)
+    is_adapter, base = is_adapter_folder(folder), model.quantization
+    is_rounded = quantization != base
     if merged is None:
-        merged = is_adapter and model.dtype == "float32" and not is_rounded
+        merged = is_adapter and model.dtype == "float32" and not (quantization or base)
     gap: float | None = None
     tokens = 0
     if merged or is_rounded:
         policy = load_policy(model, folder, quantization)
         sampled = SampledTokens(policy, processor, prompts()[:ROWS])
-        exported = load_policy(model, folder) if is_rounded else policy
+        exported = load_policy(model, folder, base) if is_rounded else policy
         del policy
         exported = merge(exported) if merged else exported
         gap, tokens = sampled.gap(exported), sampled.number
@@ -67,11 +70,13 @@ def finish_export(
         form="merged" if merged else "adapter" if is_adapter else "model",
         dtype="float32" if merged else model.dtype,
         policy_dtype=model.dtype,
-        base=model.path if is_adapter else "",
-        quantization=quantization,
+        base=(f"{model.path} rounded to {base}" if base else model.path) if is_adapter else "",
+        quantization=(quantization or model.dtype) if is_rounded else "",
         logprob_gap=gap,
         tokens=tokens,
     )
+    if base and not merged:
+        implementation(BASE_WEIGHTS[base].card)(model, folder)
     write_record(folder, record)
     return record
 
@@ -165,7 +170,8 @@ def export_policy(run_path: Path, source: Path, target: Path, *, merged: bool | 
     def write(building: Path) -> None:
         shutil.copytree(source, building, dirs_exist_ok=True)
         processor.processor.save_pretrained(building)
-        quantization = "" if supervised else config.rollout.quantization
+        base = config.model.quantization
+        quantization = base if supervised else config.rollout.precision(base)
         made.append(finish_export(config.model, quantization, processor, prompts, building, merged=merged))
 
     made: list[ExportRecord] = []

@@ -357,6 +357,7 @@ def lasting_settings(config: RunConfig, writer: TicketWriter, processor: PromptP
             settings[TOOLS] = processor.shown_tools.as_json
     if config.model.lora.rank:
         settings |= {"model.lora.rank": config.model.lora.rank, "model.lora.alpha": config.model.lora.effective_alpha}
+    settings |= {"model.quantization": base} if (base := config.model.quantization) else {}
     return settings
 
 

@@ -20,7 +20,7 @@ from asyncrl.devices.device import device_name, memory_by_state
 from asyncrl.environments.recording import describe_conversations
 from asyncrl.plugins import descriptions, implementation
 from asyncrl.processing.processor import PromptProcessor
-from asyncrl.rewards.score import evaluation_scores, label_values
+from asyncrl.rewards.score import accuracy_and_reward, evaluation_scores, label_values
 from asyncrl.telemetry.host_versions import record_start
 from asyncrl.telemetry.recorder import BackgroundWriter, RunRecorder
 from asyncrl.telemetry.wasted_steps import FEW_GROUPS, LEAST_STEPS, WAYS_OUT, few_groups_left
@@ -287,11 +287,7 @@ class Reporter:
         records = evaluation.records()
         answered = [record for row in records for record in row] if self._has_turns else []
         rows = [
-            [
-                None if record.reward is None else (record.rewards[name] if name else record.reward, record.reward)
-                for record in row
-            ]
-            or [None] * size
+            [accuracy_and_reward(record.rewards, record.reward, name) for record in row] or [None] * size
             for row in records
         ]
         result = {

@@ -14,6 +14,7 @@ import torch
 
 from asyncrl.attention.shared_prefix import SHARED_PREFIX_ATTENTION
 from asyncrl.config.part_settings import ModelSettings
+from asyncrl.config.parts import BASE_WEIGHTS
 from asyncrl.config.sampling_rules import UNTRUNCATED
 from asyncrl.config.service_sections import OptimConfig
 from asyncrl.devices.device import resolve_device
@@ -28,6 +29,7 @@ from asyncrl.models.output_head import Entropy, OtherStates, OutputHead, TokenOu
 from asyncrl.models.parts import freeze_parts
 from asyncrl.models.small_copy import family_of
 from asyncrl.models.token_trace import Replay, TokenTrace, token_traces
+from asyncrl.plugins import implementation
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, special_token_ids
 from learner.ranks.group import ALONE, Ranks
@@ -80,12 +82,15 @@ class TorchEngine:
     def prepare(self) -> None:
         """Load the model and build the optimiser. Raises UserError where its family cannot be trained."""
         self._check_packing()
+        base = BASE_WEIGHTS.find(self._settings.model.quantization)
         model: Any = load_model(
             self._settings.model,
-            device=self.sharding.load_device,
+            device=torch.device("cpu") if base else self.sharding.load_device,
             text_attention=SHARED_PREFIX_ATTENTION if self.packs else family_of(self._settings.model).attention,
-            stays_mapped=self.sharding.gathers,  # it is taken apart below
+            stays_mapped=self.sharding.gathers or (base is not None and self.device.type != "cpu"),  # taken apart below
         )
+        if base:
+            implementation(base.held_by_learner)(model, self.device)
         check_outputs(model, self._settings.model)
         self._adapted: Any = None
         if self.adapter is not None:

@@ -38,7 +38,8 @@ class ModelFlops:
             if (parameter is embedding and parameter is not head) or ".original_module." in name:
                 continue  # a look-up, and weights in whose place others are trained
             part = "head" if parameter is head else part_of(name.split("."))
-            (trained if parameter.requires_grad else frozen)[part] += parameter.numel()
+            whole = getattr(parameter, "quant_state", parameter)  # of two weights of 4 bits in a byte
+            (trained if parameter.requires_grad else frozen)[part] += whole.shape.numel()
         self._images, self._vision = images_of(model), getattr(model.config, "vision_config", None)
         self._flops = {
             part: trained[part] * (FORWARD + ACTIVATION_GRADIENT + WEIGHT_GRADIENT)

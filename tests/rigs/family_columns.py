@@ -12,10 +12,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
+import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -24,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from asyncrl.checks.inputs import check_rotary
 from asyncrl.config.schema import RunConfig
@@ -37,6 +41,8 @@ from asyncrl.models.small_copy import family_of
 from asyncrl.processing.encoded_prompt import media_arguments
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.telemetry.host_versions import describe_environment
+from asyncrl.user_functions import shorten
+from asyncrl_plugins.vllm.plugin import HOTTEST
 from learner.groups.ticket import PreparedTicket, ReceivedGroup
 from learner.training.batch import make_batch
 from learner.training.engine import TorchEngine
@@ -100,6 +106,9 @@ class Family:
     def made(cls, name: str, folder: Path, *, sees: bool) -> Family:
         """Raises UserError for images of a family that are refused."""
         model = MAKERS[name](folder / "made")
+        name_for_vllm(model / "config.json")
+        if name in TEXT:
+            spread(model)
         rows = [{"prompt": "one row"}, {"prompt": "another row, which is longer than that"}, {"prompt": "x"}]
         if sees:
             rows = image_rows(folder, SIZES)
@@ -168,6 +177,42 @@ class Family:
         banned = torch.tensor(sorted(self.processor.placeholder_ids), dtype=torch.long)
         logprobs = sampling_logprobs(logits, temperature=self.config.rollout.temperature, banned=banned)
         return gather_logprobs(logprobs, ids)
+
+
+def spread(folder: Path) -> None:
+    """Scale the last norm of a model whose log-probs need a temperature above vLLM's highest to say something."""
+    temperature = family_of(ModelConfig(path=str(folder))).temperature
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    last = {name.rpartition(".")[0] for name in tensors if "norm" in name and not re.search(r"layers\.\d", name)}
+    if temperature <= HOTTEST or len(last) != 1:
+        return
+    kind = str(read_config(ModelConfig(path=str(folder)))["model_type"])
+    offset = 1.0 if kind.startswith(("gemma2", "gemma3_")) else 0.0  # they scale by 1 + weight
+    for name in [name for name in tensors if name.startswith(f"{min(last)}.")]:
+        tensors[name] = (tensors[name] + offset) * (HOTTEST / temperature) - offset
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def name_for_vllm(file: Path) -> None:
+    """Write what released checkpoints name in their config.json, transformers does not need, and vLLM reads."""
+    described = json.loads(file.read_text())
+    text = described.get("text_config", described)
+    match text["model_type"]:
+        case "lfm2" | "lfm2_moe":
+            text["conv_dim"] = text["block_dim"] = text["hidden_size"]
+        case "glm4_moe":
+            text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
+        case "glm4v_moe_text":
+            text["use_qk_norm"] = False
+        case "minimax_m2":
+            text["scoring_func"] = "sigmoid"
+            text["rotary_dim"] = int(text["head_dim"] * text["rope_parameters"].get("partial_rotary_factor", 1.0))
+        case "deepseek_v3":
+            text["topk_method"] = "noaux_tc"
+        case _:
+            return
+    file.write_text(json.dumps(described))
 
 
 SEEN_TYPES: Mapping[str, Sequence[str]] = {}
@@ -254,7 +299,6 @@ def sampled(family: Family, engine: TorchEngine, sampler: Any) -> str:
 
 def by_vllm(family: Family, engine: TorchEngine) -> str:
     from asyncrl_plugins.vllm.engine import VLLMEngine
-    from asyncrl_plugins.vllm.plugin import HOTTEST
     from tests.plugins.vllm.vllm_rig import fork_cores
 
     rounded = family_of(family.config.model).described.model_type in ROUNDED
@@ -267,8 +311,28 @@ def by_vllm(family: Family, engine: TorchEngine) -> str:
     if rounded or config.rollout.temperature != family.config.rollout.temperature:
         family = replace(family, config=config, tickets=parity_tickets(config, family.processor))
         engine = family.engine()
-    cell = sampled(family, engine, VLLMEngine(config, family.processor))
+    with root_cause():
+        cell = sampled(family, engine, VLLMEngine(config, family.processor))
     return f"bfloat16: {cell}" if rounded else cell
+
+
+@contextmanager
+def root_cause() -> Iterator[None]:
+    """Raise the error that a process of vLLM has ended with, in place of its parent's, which names none."""
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        sys.stderr.flush()
+        kept = os.dup(2)
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        except RuntimeError as error:
+            said.seek(0)
+            causes = re.findall(r"(\w*(?:Error|Exception): .*)$", said.read(), re.MULTILINE)
+            own = [cause for cause in causes if "See root cause" not in cause]
+            raise RuntimeError(own[-1] if own else error) from None
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
 
 
 def adapter(family: Family, groups: Sequence[TrainGroup]) -> str:
@@ -342,6 +406,8 @@ Numbers are the largest difference of log-probs in nats. Rows of families that s
 - **isolated**: change of all other rows when one row has other tokens.
 - **learner = `hf`, vLLM**: log-probs that the engine says of what it sampled, against the learner's.
   Both sides are in bfloat16 where vLLM's recurrence takes nothing else on a CPU.
+  A number above 1e-4 in float32 means that vLLM computes something else than transformers: such a family wants the
+  engine `hf`, or a correction. Some small models fail by sizes or tokens that released ones do not have.
 - **LoRA**: rank 4 on all linear layers after a step, against transformers and PEFT with the exported adapter.
 - **several turns**: a row in whose middle an environment speaks; then one whose history was rewritten.
 - **export**: the learner after a step, against transformers with the exported folder.
@@ -359,7 +425,7 @@ def page(rows: Mapping[str, Mapping[str, str]]) -> str:
             return words
         says = found[0][:-2] if found[0][0].islower() else "fails"
         why = words[found.start() if says == "fails" else found.end() :]
-        return f"{words[: found.start()]}{says} [{notes.setdefault(why, len(notes) + 1)}]"
+        return f"{words[: found.start()]}{says} [{notes.setdefault(shorten(why), len(notes) + 1)}]"
 
     lines = [f"| family | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for name in [name for name in MAKERS if name in rows]:

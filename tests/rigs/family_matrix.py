@@ -159,8 +159,6 @@ def make_folder(family: str, folder: Path) -> Path:
         for name, value in settings.items():
             if "window" in name or "rope" in name or "position" in name:
                 setattr(part, name, value)
-    if kind.startswith("lfm2"):  # checkpoints name both, and vLLM reads them
-        text.conv_dim = text.block_dim = text.hidden_size
     with torch.device("meta"):
         counted = model_class(small.described).from_config(copy.deepcopy(small.described))
     if (parameters := sum(p.numel() for p in counted.parameters())) > MOST_PARAMETERS:

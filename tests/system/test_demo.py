@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,7 +77,7 @@ def test_the_wheel_has_the_packages_with_their_data_and_nothing_else(wheel: Path
 
 
 @pytest.mark.slow
-def test_the_demo_from_the_wheel_in_an_empty_folder_from_its_warm_start_to_a_checked_export(
+def test_the_demo_from_the_wheel_in_an_empty_folder_from_its_warm_start_to_an_export(
     installed: Path, tmp_path: Path
 ) -> None:
     where = "import asyncrl, learner, protocol; print(asyncrl.__file__, learner.__file__, protocol.__file__)"
@@ -88,25 +89,34 @@ def test_the_demo_from_the_wheel_in_an_empty_folder_from_its_warm_start_to_a_che
     ran = subprocess.run(command, cwd=tmp_path, env=outside(), capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert [entry.name for entry in tmp_path.iterdir()] == ["runs"]
-    check_demo(tmp_path / "runs" / "demo-1", ran.stdout, ["data", "baselines", "grpo", "check"], rows=FEW)
+    demo = tmp_path / "runs" / "demo-1"
+    summary = check_demo(demo, ran.stdout, ["data", "grpo"], rows=FEW)
+    assert list(summary["warm_start"]) == ["greedy"]
+    assert "`asyncrl eval` is not installed. This installation of asyncrl has no plug-ins" in ran.stdout
 
 
-def check_demo(demo: Path, printed: str, stages: list[str], rows: int = 32) -> None:
+def check_scored_demo(demo: Path, printed: str, stages: list[str], rows: int = 32) -> None:
+    """Assert what `check_demo` does, and that the start was scored by each decoding, and the export as the run was."""
+    summary = check_demo(demo, printed, stages, rows)
+    greedy, sampled, *words = summary["warm_start"]
+    assert (greedy, sampled) == ("greedy", "sampled at temperature 1")
+    assert words, "a demonstration begins with a word"
+    (checked,) = re.findall(rf"^pass@1 ([\d.]+) .* rows {rows} .* errors 0$", printed, re.M)
+    assert checked == f"{summary['after_steps']['2']['accuracy']:.4f}", "plain transformers agrees"
+
+
+def check_demo(demo: Path, printed: str, stages: list[str], rows: int = 32) -> dict[str, Any]:
     """Assert that each stage has used what the one before it has left, and that two steps have been evaluated."""
     summary = json.loads((demo / "summary.json").read_text())
     assert list(summary["seconds"]) == stages
     assert summary["held_out_rows"] == rows
-    greedy, sampled, *words = summary["warm_start"]
-    assert (greedy, sampled) == ("greedy", "sampled at temperature 1")
-    assert words, "a demonstration begins with a word"
     assert list(summary["after_steps"]) == ["1", "2"], "halfway and at the end"
     after = summary["after_steps"]["2"]
-    (checked,) = re.findall(rf"^pass@1 ([\d.]+) .* rows {rows} .* errors 0$", printed, re.M)
-    assert checked == f"{after['accuracy']:.4f}", "plain transformers agrees"
     assert re.search(rf"^  after 2 steps, greedy +{after['accuracy']:.3f} ± {after['error']:.3f}$", printed, re.M)
     assert (demo / "grpo" / "export" / "model.safetensors").is_file()
     before = json.loads((demo / "grpo" / "evaluations.jsonl").read_text().splitlines()[0])
     assert before["accuracy"] == summary["warm_start"]["greedy"]["accuracy"], "both are greedy decoding"
+    return summary
 
 
 def test_rows_are_the_same_on_one_core_and_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

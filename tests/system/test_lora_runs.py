@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from asyncrl.cli import main
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.demo.scoring import evaluate
 from asyncrl.errors import UserError
 from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.loading import load_model
@@ -21,6 +20,7 @@ from asyncrl.models.published import published_tensors
 from learner.loop.checkpoint import newest_checkpoint
 from learner.service import Learner
 from tests.rigs.adapters import CPU, MakeConfig, Weights, lora_config, spec_of
+from tests.rigs.plain_accuracy import plain_accuracy
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import run_both, start, with_ports, write_config
 from tests.system.test_end_to_end import lines
@@ -84,7 +84,7 @@ def test_a_run_trains_an_adapter_raises_the_reward_and_leaves_the_base_alone(
     assert all((again[name] - trained[name]).abs().max() < 1e-6 for name in trained)
     last = lines(run / "evaluations.jsonl")[-1]["accuracy"]
     for folder in (run / "export", tmp_path / "merged", tmp_path / "adapter"):
-        assert evaluate(config, folder).accuracy == pytest.approx(last, abs=1e-9)
+        assert plain_accuracy(config, folder) == pytest.approx(last, abs=1e-9)
     capsys.readouterr()
 
 

@@ -14,7 +14,6 @@ import torch
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.prompts import PromptRenderer, RenderedPrompt
-from asyncrl.demo.scoring import evaluate
 from asyncrl.errors import UserError
 from asyncrl.models.loading import load_model
 from asyncrl.models.sampling_distribution import gather_logprobs, sampling_logprobs
@@ -29,6 +28,7 @@ from protocol.errors import ProtocolError
 from protocol.messages import Group, Prompt
 from rollout_server.engines.hf.engine import HFEngine
 from tests.rigs.alignment_rig import answer, learner_engine, parity_tickets, verify
+from tests.rigs.plain_accuracy import plain_accuracy
 from tests.rigs.small_runs import logs, small
 from tests.rigs.tiny_families import Family, make_family
 from tests.rigs.two_processes import run_both
@@ -302,4 +302,4 @@ def test_a_run_on_videos_trains_verifies_and_evaluates(
     assert {path.stem for path in (run / "images").iterdir()} >= {*shown["videos"], *shown["images"]}
     assert len(list((run / "images").iterdir())) == 4, "an image, and the first frame of each video"
     recorded = json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
-    assert evaluate(config, run / "export").accuracy == pytest.approx(recorded["accuracy"], abs=1e-9)
+    assert plain_accuracy(config, run / "export") == pytest.approx(recorded["accuracy"], abs=1e-9)

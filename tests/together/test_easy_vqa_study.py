@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.data.survey.held_out import held_out_prompts
-from asyncrl.demo.scoring import complete_held_out
+from asyncrl_plugins.evaluation.plain_scores import complete_held_out
 from benchmarks import easy_vqa, easy_vqa_report, easy_vqa_scores
 from benchmarks.easy_vqa_scores import GreedyPolicy
 from tests.rigs.tiny_families import make_llava

@@ -107,6 +107,32 @@ def test_vllm_is_told_which_layers_and_needs_16_bits_and_a_gpu_with_fp8(
 
 
 @pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        ({}, None),
+        ({"rollout": {"quantization": "nf4"}}, "engine is vllm: only hf samples with weights of 4 bits"),
+        (
+            {"algorithm": {"correction": {"kind": "none"}}},
+            r"samples with a base in model\.dtype: the policy that samples is not the learner's.*"
+            r"Set algorithm\.correction\.kind=token_tis .*, or set rollout\.engine=hf",
+        ),
+        ({"algorithm": {"proximal": "loglinear"}}, "proximal is loglinear, under which nothing weighs"),
+    ],
+)
+def test_beside_a_learner_with_a_base_in_4_bits_vllm_needs_a_correction(
+    make_config: MakeConfig, sections: dict[str, dict[str, Any]], problem: str | None
+) -> None:
+    model = {"lora": {"rank": 4}, "quantization": "nf4"}
+    given = {**sections, "rollout": {"engine": "vllm", **sections.get("rollout", {})}}
+    if problem is None:
+        config = make_config(model=model, **given)
+        assert config.rollout.precision("nf4") == ""
+        return
+    with pytest.raises(ValidationError, match=problem):
+        make_config(model=model, **given)
+
+
+@pytest.mark.parametrize(
     ("parts_of_model", "missing"),
     [
         (("siglip", "qwen2", "connector=mlp", "feature_layer=-1"), ""),

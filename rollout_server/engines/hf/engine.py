@@ -54,7 +54,7 @@ class HFEngine:
         self._loop: DecodeLoop | None = None
         self._sleeper = Sleeper(OWNER, self._device, config.run_path)
         self._round: Rounding | None = None
-        """Function from published weights to those of lower precision (rollout.quantization)."""
+        """Function from published weights to those of lower precision (`RolloutConfig.precision`)."""
         self._forgets = False
         """True from a sleep that keeps no weights until new ones have come."""
 
@@ -73,7 +73,7 @@ class HFEngine:
         attention = family_of(self._config.model).attention
         model = load_model(self._config.model, device=self._device, text_attention=attention)
         self._model: Any = for_decoding(model.eval().requires_grad_(False), groups_queries=groups_queries)
-        if weights := ROLLOUT_WEIGHTS.find(self._config.rollout.quantization):
+        if weights := ROLLOUT_WEIGHTS.find(self._config.rollout.precision(self._config.model.quantization)):
             self._round = implementation(weights.implementation)(self._model)
         if self._adapter is not None:
             add_adapter(self._model, self._adapter)

@@ -10,12 +10,12 @@ import pytest
 
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.demo.scoring import EvaluatedRow
 from asyncrl.errors import UserError
 from asyncrl.rewards.sample import RewardSample
 from asyncrl.rewards.score import Score
 from asyncrl_plugins.evaluation import eval_command
 from asyncrl_plugins.evaluation.eval_command import describe_by
+from asyncrl_plugins.evaluation.plain_scores import EvaluatedRow
 
 
 def row(value: object, reward: float | None) -> EvaluatedRow:
@@ -45,7 +45,7 @@ def test_a_column_that_is_not_there_is_refused_before_a_row_is_scored(
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(make_config(data={"train_files": (str(rows),), "val_files": (str(rows),)})))
     monkeypatch.setattr(eval_command, "score_held_out", lambda *_, **__: pytest.fail("scored"))
-    given = Namespace(config=file, overrides=[], out=None, by="sort", prefix="", model=tmp_path)
+    given = Namespace(config=file, overrides=[], out=None, by="sort", prefix="", decodings=None, model=tmp_path)
     with pytest.raises(UserError, match="--by is 'sort', and the rows have the columns kind"):
         eval_command.run_eval(given)
 

@@ -157,7 +157,7 @@ NOT_THE_LEARNERS = "the policy that samples is not the learner's"
     [
         ({}, None),
         ({"rollout": {"engine": "scripted"}, "alignment": {"rows": 0}}, "scripted, which has no model"),
-        ({"rollout": {"quantization": "fp4"}}, r"rollout\.quantization is 'fp4', and there are fp8, int8\."),
+        ({"rollout": {"quantization": "fp4"}}, r"rollout\.quantization is 'fp4', and there are fp8, int8, nf4\."),
         (
             {"algorithm": {"correction": {"kind": "none"}}},
             rf"{NOT_THE_LEARNERS}.*kind is none. Set algorithm.correction.kind=token_tis",

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from asyncrl import plugins
 from asyncrl.cli import main
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.config.sections import ModelConfig
-from asyncrl.demo.scoring import evaluate
 from asyncrl.errors import UserError
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl.run_folder.contents import checkpoint_folders
@@ -113,29 +113,6 @@ def test_a_run_that_was_stopped_and_killed_continues_exactly(
     assert all(same_weights(killed, whole, folder, "adapter_model.safetensors") for folder in ("export", "best"))
 
 
-def test_evaluations_score_what_eval_scores_and_change_nothing(
-    make_config: MakeConfig, digits_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    """The best model is kept, and the curve is logged. A whole model that is killed, with evaluations and checkpoints,
-    ends as one that has neither."""
-    config = changed(config_of(make_config, digits_data, evaluate_every=4, save_freq=2), {"model.dtype": "float32"})
-    run(config, monkeypatch, kill_at=4)
-    with caplog.at_level("INFO"):
-        run(config, monkeypatch, resume=True)
-    records = lines(config.run_path / "evaluations.jsonl")
-    assert [record["step"] for record in records] == [0, STEPS]
-    assert records[-1]["loss"] < records[0]["loss"]
-    assert sum(value for key, value in records[-1].items() if key.startswith("rows/kind=")) == 4
-    best = max(records, key=lambda record: (record["accuracy"], -record["loss"]))
-    assert evaluate(config, config.run_path / "best").accuracy == pytest.approx(best["accuracy"])
-    assert "held-out loss   accuracy" in caplog.text
-    assert f"the best is of step {best['step']}" in caplog.text
-    plain = changed(config, {"run_dir": str(tmp_path / "plain"), "sft.evaluate_every": 0, "sft.save_freq": 0})
-    run(plain, monkeypatch)
-    assert same_weights(config, plain, "export", "model.safetensors")
-    assert not any((plain.run_path / name).exists() for name in ("best", "checkpoints"))
-
-
 def test_what_a_continued_run_needs_is_said(
     make_config: MakeConfig,
     digits_data: Path,
@@ -161,6 +138,20 @@ def test_what_a_continued_run_needs_is_said(
     (config.run_path / "export").mkdir()
     with pytest.raises(UserError, match=r"is finished .* has no checkpoint to go on from"):
         find_saved(config.run_path)
+
+
+def test_completions_that_nothing_can_score_are_refused_before_the_run(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without an evaluator a run may evaluate its loss alone."""
+    found = plugins.installed
+    monkeypatch.setattr(plugins, "installed", lambda group: {} if group == "evaluators" else found(group))
+    config = make_config(sft={"evaluate_every": 2})
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(config))
+    assert main(["sft", str(file)]) == 2
+    assert "(reward.functions=[] gives losses alone) needs an evaluator" in capsys.readouterr().err
+    assert not (config.run_path / "status.json").exists()
 
 
 def test_nothing_to_evaluate_is_refused(make_config: MakeConfig) -> None:

@@ -207,7 +207,7 @@ def test_drain_finishes_what_runs_with_the_old_policy(rig: Rig) -> None:
 def test_embeddings_of_an_old_vision_tower_are_not_served_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.mode("keep")
     request = rig.request(QUESTION, picture(5), tokens=8)
-    rig.sample(request)
+    assert gap_to(rig, rig.initial, request, rig.sample(request)[request.request_id, 0]) < FP32
     new = moved(rig.initial, 4, only="visual", by=0.5)
     rig.run(rig.update(new))
     assert gap_to(rig, new, request, rig.sample(request)[request.request_id, 0]) < FP32

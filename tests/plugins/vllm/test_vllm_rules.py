@@ -240,10 +240,16 @@ def test_what_vllm_is_told_follows_from_the_configuration(
     assert cpu["additional_config"] == {BANNED_KEY: [5]}
     assert cpu["kv_cache_memory_bytes"] == (2 * 8 + 1) * 128 * 2 * 2 * 32 * 4  # two blocks of 128 each, and one more
     assert "enable_sleep_mode" not in cpu
+    assert cpu["scheduler_cls"] == start.SCHEDULER, "a CPU has model runner V1 alone"
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     assert "kv_cache_memory_bytes" not in start.engine_arguments(config, cuda=False, text_config=text, banned=[])
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
     cuda = start.engine_arguments(config, cuda=True, text_config=text, banned=[])
+    assert "scheduler_cls" not in cuda
+    with monkeypatch.context() as asked:
+        asked.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+        v1 = start.engine_arguments(config, cuda=True, text_config=text, banned=[])
+        assert v1["scheduler_cls"] == start.SCHEDULER
     assert cuda["gpu_memory_utilization"] == start.VLLM_SHARE, "beside it a version of this small model has room"
     assert not {"enable_sleep_mode", "kv_cache_memory_bytes"} & set(cuda), "nobody sleeps beside a learner"
     turns = make_config(trainer={"mode": "sync"}, rollout={"engine": "vllm"})

@@ -1,4 +1,4 @@
-"""Exports and scores of adapters are those of the policy that was sampled, whatever dtype its base has."""
+"""Exports of adapters are the policy that was sampled, whatever dtype its base has."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from safetensors.torch import load_file
 from asyncrl.cli import main
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import RunConfig
-from asyncrl.demo import scoring
 from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.loading import load_model
-from asyncrl.models.lora import add_adapter, is_adapter_folder, write_adapter_folder
-from asyncrl.models.published import load_published, published_tensors
+from asyncrl.models.lora import is_adapter_folder, write_adapter_folder
+from asyncrl.models.published import published_tensors
 from asyncrl.telemetry.recorder import CONFIG_FILE
 from tests.rigs.adapters import CPU, MakeConfig, Weights, lora_config, made_up_adapter, spec_of
 
@@ -36,18 +35,22 @@ def small_adapter(config: RunConfig) -> Weights:
     return {name: 0.02 * tensor for name, tensor in made_up_adapter(config, 1).items()}
 
 
+def make_run(config: RunConfig, run: Path) -> Weights:
+    """Make a run directory that has one checkpoint, of such an adapter."""
+    tensors, folder = small_adapter(config), run / "checkpoints" / "step-000003" / "adapter"
+    base = base_fingerprint(config.model)
+    write_adapter_folder(folder, spec_of(config), tensors.items(), base=base, base_path=config.model.path)
+    (run / CONFIG_FILE).write_text(dump_config(config))
+    return tensors
+
+
 @pytest.fixture
 def run_of(make_config: MakeConfig, tmp_path: Path) -> Any:
-    """Make a run directory that has one checkpoint, of such an adapter."""
+    """Makes the configuration, directory and adapter of a run in a dtype."""
 
-    def make(dtype: str, adapter: Weights | None = None, **sections: dict[str, Any]) -> tuple[RunConfig, Path, Weights]:
-        config = configured(make_config, dtype, **sections)
-        tensors, run = adapter or small_adapter(config), tmp_path / f"run in {dtype}"
-        folder = run / "checkpoints" / "step-000003" / "adapter"
-        base = base_fingerprint(config.model)
-        write_adapter_folder(folder, spec_of(config), tensors.items(), base=base, base_path=config.model.path)
-        (run / CONFIG_FILE).write_text(dump_config(config))
-        return config, run, tensors
+    def make(dtype: str) -> tuple[RunConfig, Path, Weights]:
+        config, run = configured(make_config, dtype), tmp_path / f"run in {dtype}"
+        return config, run, make_run(config, run)
 
     return make
 
@@ -55,33 +58,6 @@ def run_of(make_config: MakeConfig, tmp_path: Path) -> Any:
 def update_of(config: RunConfig, adapter: Weights, layer: str) -> torch.Tensor:
     a, b = (adapter[f"base_model.model.{layer}.lora_{x}.weight"] for x in "AB")
     return spec_of(config).alpha / spec_of(config).rank * (b @ a)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_an_adapter_is_scored_beside_its_base(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
-    config = configured(make_config, dtype)
-    adapter, folder = small_adapter(config), tmp_path / "adapter"
-    write_adapter_folder(folder, spec_of(config), adapter.items(), base_path=config.model.path)
-    sampled: Any = load_model(config.model, device=CPU)
-    add_adapter(sampled, spec_of(config))
-    load_published(sampled, adapter.items())
-    seen: list[dict[str, torch.Tensor]] = []
-
-    def generate(model: Any, processor: Any, rows: list[Any], *_: Any) -> list[tuple[str, bool, int]]:
-        whole = model.get_base_model()
-        base = {name: tensor for name, tensor in whole.named_parameters() if "lora_" not in name}
-        seen.append({**dict(published_tensors(whole)), **base})
-        return [("7", True, 1)] * len(rows)
-
-    monkeypatch.setattr(scoring, "_generate", generate)
-    scoring.evaluate(config, folder)
-    engine = {**dict(published_tensors(sampled)), **dict(sampled.named_parameters())}
-    for name, tensor in seen[0].items():
-        assert torch.equal(tensor, engine[name]), name
-        assert tensor.dtype == engine[name].dtype, name
-    assert set(adapter) <= seen[0].keys(), "it was merged"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -126,24 +102,6 @@ def test_a_merge_that_is_not_the_policy_is_labelled_with_the_ways_out(
     said = " ".join(capsys.readouterr().out.split())
     assert "DIFFERS FROM THE POLICY" in said
     assert "--adapter) on its base in bfloat16, or train with model.dtype=float32" in said
-
-
-def test_a_merged_export_is_scored_in_its_own_dtype(
-    run_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    config, run, _ = run_of("bfloat16")
-    assert main(["export", str(run), str(tmp_path / "merged"), "--merged"]) == 0
-    dtypes: list[torch.dtype] = []
-
-    def generate(model: Any, processor: Any, rows: list[Any], *_: Any) -> list[tuple[str, bool, int]]:
-        dtypes.append(model.dtype)
-        return [("7", True, 1)] * len(rows)
-
-    monkeypatch.setattr(scoring, "_generate", generate)
-    scoring.evaluate(config, tmp_path / "merged")
-    assert set(dtypes) == {torch.float32}
-    load_model(config.model.model_copy(update={"path": str(tmp_path / "merged")}), device=CPU)
-    assert "is rounded to model.dtype=bfloat16" in caplog.text
 
 
 def test_a_run_without_checkpoints_exports_its_adapter_merged(run_of: Any, tmp_path: Path) -> None:

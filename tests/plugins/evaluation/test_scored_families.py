@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config.schema import RunConfig
-from asyncrl.demo import scoring
 from asyncrl.errors import UserError
 from asyncrl.models.lora import write_adapter_folder
+from asyncrl_plugins.evaluation import plain_scores
 from tests.rigs.adapters import Weights, lora_config, made_up_adapter, merged, spec_of
 from tests.rigs.family_matrix import make_folder
 
@@ -53,8 +53,8 @@ def test_caps_on_scores_are_computed_where_a_model_is_scored(
         found.append(model(input_ids=IDS).logits.detach())
         return [("7", True, 1)] * len(rows)
 
-    monkeypatch.setattr(scoring, "_generate", generate)
-    scoring.evaluate(config, folder)
+    monkeypatch.setattr(plain_scores, "_generate", generate)
+    plain_scores.evaluate(config, folder)
     with torch.no_grad():
         wanted, wrong = (model(input_ids=IDS).logits for model in (plain, uncapped))
     torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-4)
@@ -92,4 +92,4 @@ def test_rows_beyond_a_models_rotary_frequencies_are_not_scored(
     text.update(sizes, rope_parameters={**text["rope_parameters"], **rotary})
     (folder / "config.json").write_text(json.dumps(described))
     with pytest.raises(UserError, match=said):
-        scoring.complete_held_out(make_config(), folder)
+        plain_scores.complete_held_out(make_config(), folder)

@@ -1,4 +1,4 @@
-"""Scores of a model folder on the held-out rows, without an engine.
+"""Scores of a model folder on held-out rows of one turn, without an engine.
 
 Independent of the services on purpose: transformers' own `generate`, the configured rewards.
 """
@@ -28,7 +28,7 @@ from asyncrl.models.lora import is_adapter_folder, load_policy
 from asyncrl.processing.encoded_prompt import media_arguments
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, PromptProcessor, special_token_ids
 from asyncrl.rewards.sample import RewardSample, sample_of
-from asyncrl.rewards.score import EvaluationScores, Score, evaluation_scores
+from asyncrl.rewards.score import EvaluationScores, Score, accuracy_and_reward, evaluation_scores
 from asyncrl.rewards.scorer import RewardScorer
 from asyncrl.rewards.spec import check_rewarded
 from protocol.messages import TrajectoryRecord
@@ -104,10 +104,7 @@ def summarise(scored: Sequence[EvaluatedRow], size: int, name: str) -> Evaluatio
 def known_scores(scores: Sequence[Score], size: int, name: str) -> list[list[tuple[float, float] | None]]:
     """Accuracy (component `name`) and reward of each completion of each row, of `size` completions; None without a
     score."""
-    known = [
-        None if score.reward is None else (score.components[name] if name else score.reward, score.reward)
-        for score in scores
-    ]
+    known = [accuracy_and_reward(score.components, score.reward, name) for score in scores]
     return [known[start : start + size] for start in range(0, len(known), size)]
 
 
@@ -131,14 +128,14 @@ def complete_held_out(config: RunConfig, folder: Path, prefix: str = "") -> list
     check_rewarded(config.reward, config.environment)
     base = config.model
     if not is_adapter_folder(folder):
-        base = model_of_export(base, folder).model_copy(update={"path": str(folder)})
+        base = model_of_export(base, folder).model_copy(update={"path": str(folder), "quantization": ""})
     check_lengths(config.model_copy(update={"model": base}), describe_folder(base))
     processor = PromptProcessor(base, config.data.chat_template_kwargs)
     rows = list(held_out_prompts(config.data, processor, config.network.max_message_mib)[1])
     hf_config = describe_model(model_folder(base), trust_remote_code=base.trust_remote_code)
     device = resolve_device(config.rollout.device, "rollout.device")
     compute_in_full_float32()
-    model = load_policy(base, folder).to(device).eval()
+    model = load_policy(base, folder, base.quantization).to(device).eval()
     banned = sorted(special_token_ids(hf_config, PLACEHOLDER_ID_NAMES))
     size, temperature = config.evaluation.group_size, config.evaluation.temperature
     sampling = {
