@@ -45,6 +45,7 @@ Group = Literal[
     "methods",
     "tasks",
     "trackers",
+    "names",
 ]
 """Entry point group, without its prefix `asyncrl.`."""
 

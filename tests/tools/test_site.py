@@ -57,6 +57,6 @@ def test_every_link_of_the_site_leads_to_a_place_on_a_page(site: Path) -> None:
 
 def test_the_reference_has_what_a_docstring_says(site: Path) -> None:
     page = (site / "api" / "index.html").read_text()
-    for said in ("asyncrl.api.training.train", "never trained on", "The samples of the highest rewards"):
+    for said in ("asyncrl_plugins.python_api.training.train", "never trained on", "The samples of the highest rewards"):
         assert said in page
     assert (site / "source" / "recipes" / "grpo_in_one_file.py" / "index.html").is_file()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from asyncrl.demo.scoring import evaluate
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig, changed
-from asyncrl.demo.scoring import evaluate
 from asyncrl.errors import UserError
 from asyncrl.models.lora import is_adapter_folder, read_adapter
 from asyncrl.run_folder.export_record import read_record

@@ -23,7 +23,7 @@ FORBIDDEN = {
     "learner": {PLUGINS, "rollout_server", "vllm"},
     "rollout_server": {PLUGINS, "learner", "vllm", "deepspeed"},
 }
-MAY_START_SERVICES = ("asyncrl/cli.py", "asyncrl/api/", "asyncrl/launch/", "asyncrl/checks/")
+MAY_START_SERVICES = ("asyncrl/cli.py", "asyncrl/launch/", "asyncrl/checks/")
 TORCH_FREE = (
     "protocol/",
     "asyncrl/config/",

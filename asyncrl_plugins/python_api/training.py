@@ -10,9 +10,6 @@ from typing import Any
 
 import yaml
 
-from asyncrl.api.rows import files_of
-from asyncrl.api.run import Run
-from asyncrl.api.source import place_of
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, ExitCode, UserError, file_hint
@@ -20,6 +17,9 @@ from asyncrl.run_folder.contents import INPUTS_FOLDER
 from asyncrl.run_folder.failure import read_failure
 from asyncrl.telemetry.jsonl import JsonlTail
 from asyncrl.telemetry.recorder import METRICS_FILE
+from asyncrl_plugins.python_api.rows import files_of
+from asyncrl_plugins.python_api.run import Run
+from asyncrl_plugins.python_api.source import place_of
 
 Given = RunConfig | Mapping[str, Any] | str | Path
 Callback = Callable[[Run, dict[str, Any]], None]

@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from asyncrl.api.rows import files_of
 from asyncrl.config.sections import DataConfig
 from asyncrl.data.dataset import open_train
 from asyncrl.data.prompts import PromptRenderer
 from asyncrl.errors import UserError
+from asyncrl_plugins.python_api.rows import files_of
 
 PIXELS = np.arange(8 * 6 * 3, dtype=np.uint8).reshape(8, 6, 3)
 ROWS: list[dict[str, Any]] = [

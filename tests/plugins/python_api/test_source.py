@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.api.source import place_of
 from asyncrl.errors import UserError
 from asyncrl.rewards.builtin import exact_match
+from asyncrl_plugins.python_api.source import place_of
 
 CELLS = '''
 from __future__ import annotations

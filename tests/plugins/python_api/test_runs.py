@@ -12,7 +12,7 @@ import pytest
 import asyncrl
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
-from tests.unit.asyncrl.test_api_source import cells
+from tests.plugins.python_api.test_source import cells
 
 pytestmark = pytest.mark.slow
 assert cells  # a fixture
