@@ -72,6 +72,9 @@ class Answers:
 
     def learning(self) -> Iterator[PanelRow]:
         run = self.run
+        if run.is_starting:
+            yield PanelRow("held-out", [self._held_out()])
+            return
         yield PanelRow("reward", [self._curve(run.last("reward/mean"), [y for _, y in run.rewards if y is not None])])
         skipped = ("reward/mean", "reward/std")
         scored = {key: value for key, value in run.latest.items() if key[:7] == "reward/" and key not in skipped}
@@ -123,6 +126,11 @@ class Answers:
         warnings = [Text(line, "bold yellow") for line in said]
         if warnings:
             yield PanelRow("WARNING", warnings[:WARNINGS])
+        if run.is_starting:
+            for service, words in run.last_words.items():
+                yield PanelRow(service, [Text(cut(words, self.cells))])
+            yield self._waiting()
+            return
         staleness = [(name, number(latest.get(f"staleness/{key}"), digits)) for name, key, digits in STALENESS]
         yield self._row("policy", 2, ("version", str(status.get("version", MISSING))), *staleness)
         servers = status.get("servers") or []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,8 @@ from asyncrl_plugins.viewer.recorded_run.run import (
 
 JUDGED_STEPS = 10
 """Newest steps in which something has to be wrong for a warning."""
+LOG_BYTES = 8192
+"""Bytes at the end of a log that have its newest line."""
 NEWEST_SAMPLES_BYTES = 2 << 20
 """Bytes that are read of a file that may have gigabytes: two samples are shown."""
 RECENT_STEPS, FEWEST_STEPS = 128, 3
@@ -111,6 +114,23 @@ class RunSnapshot(RunProgress):
         evaluations, rewards = (self.evaluations, self.rewards) if newest else ([], [])
         found = warnings(RecordedRun(self.run_dir, newest, evaluations, self.status, rewards, starts))
         return super().warnings() | found
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether there is no step to tell of, and there may be one."""
+        return not self.steps and not self.has_ended
+
+    @property
+    def last_words(self) -> dict[str, str]:
+        """The newest line of each service's log, without time and module; empty where there is none."""
+        found: dict[str, str] = {}
+        for log in sorted((self.run_dir / "logs").glob("*.log")):
+            with suppress(OSError):
+                lines = log.read_bytes()[-LOG_BYTES:].decode(errors="replace").splitlines()
+                found[log.stem] = next(
+                    (line.partition(": ")[2] or line for line in reversed(lines) if line.strip()), ""
+                )
+        return found
 
     def seconds_taken(self) -> float | None:
         """Return the seconds in which learners ran; None where that is not recorded."""

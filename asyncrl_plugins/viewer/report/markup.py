@@ -20,6 +20,7 @@ _SHOWN = {"\n", "\t"}
 LABELS = {
     "good": "best of its time",
     "bad": "worst of its time",
+    "alike": "one of many with this reward",
     "truncated": "truncated",
     "timed_out": "timed out",
     "error": "error",

@@ -40,7 +40,7 @@ COMPARED = ("text", "reward", "rewards", "status", "error", "length", "request",
 class Choice:
     sample: Record
     labels: list[str] = field(default_factory=list)
-    """Reasons for showing it: good, bad, truncated, timed_out, error, call_error."""
+    """Reasons for showing it: good, bad, alike, truncated, timed_out, error, call_error."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,9 @@ def choose(file: Path, first: int, last: int) -> Chosen:
                 kept[label][period] = (score, sample)
     labelled: list[tuple[Record, str]] = []
     for period, (score, sample) in sorted(kept["good"].items()):
-        labelled.append((sample, "good"))
-        if -kept["bad"][period][0] < score:
+        differs = -kept["bad"][period][0] < score
+        labelled.append((sample, "good" if differs else "alike"))
+        if differs:
             labelled.append((kept["bad"][period][1], "bad"))
     labelled += [
         (sample, status)

@@ -82,6 +82,21 @@ def test_the_panel_fits_its_terminal_and_a_small_one_keeps_what_matters(
         assert any(part in line for line in lines), part
 
 
+def test_a_run_that_starts_shows_what_each_process_does(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "learner.log").write_text(
+        "2026-11-29 18:19:28 learner INFO    learner.loop: one\n"
+        "2026-11-29 18:19:29 learner INFO    learner.loop: loads it\n"
+    )
+    (logs / "rollout_server.log").write_text("Traceback of half a line")
+    shown = text_of(tmp_path)
+    for part in ("learner", "loads it", "rollout_ser", "Traceback of half a line", "the learner to start"):
+        assert part in shown, part
+    assert "18:19" not in shown
+    assert "optimisation" not in shown
+
+
 def test_a_policy_that_the_critic_goes_before_has_its_reason_in_the_place_of_a_gradient(tmp_path: Path) -> None:
     recorder = write_run(tmp_path)
     reason = "not before step 61: the critic warms up"
