@@ -18,6 +18,7 @@ DOCUMENTATION_WORDS = 40_000
 """README.md, CHANGELOG.md and the pages of docs/, generated ones included; without lab log and decision records."""
 DECISIONS_WORDS, DECISION_WORDS = 15_000, 550
 RESULTS_WORDS = 1_500
+README_WORDS, README_CHARACTERS = 700, 100
 CONFIGURATION_KEYS = 180
 """Keys of the core in docs/configuration.md, without settings of single methods."""
 RELEASE_LINES, LINE_CHARACTERS = 60, 120
@@ -63,6 +64,12 @@ def test_a_decision_record_is_one_screen(record: Path) -> None:
 
 def test_the_page_of_results_has_what_users_ask_for() -> None:
     assert words(DOCS / "results.md") <= RESULTS_WORDS
+
+
+def test_the_readme_is_one_page_of_short_lines() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert words(ROOT / "README.md") <= README_WORDS
+    assert max(map(len, lines)) <= README_CHARACTERS, max(lines, key=len)
 
 
 def test_a_release_is_one_screen_of_the_changelog() -> None:
