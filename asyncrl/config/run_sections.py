@@ -136,8 +136,8 @@ class AlignmentConfig(Section):
     """Training rows for each server, with their images; 0 turns the check off."""
     max_logprob_difference: float = Field(default=0.0, ge=0)
     """Largest difference of one token that is accepted, in nats; 0 means 1 for bfloat16, and for float32 0.001 on
-    CPUs and 0.025 where one side is on a GPU; with rollout.quantization that of its plug-in. The mean over tokens may
-    be a tenth of it."""
+    CPUs and 0.025 where one side is on a GPU; where one side alone has weights of a lower precision that of its
+    plug-in. The mean over tokens may be a tenth of it."""
 
 
 class GpuMemoryConfig(Section):

@@ -179,7 +179,7 @@ def _refuse_quantised(folder: Path, described: Mapping[str, Any]) -> None:
         method = found.get("quant_method", "unknown") if isinstance(found, dict) else found
         raise UserError(
             f"the weights in {folder} are quantised ({method}). Use the original model, in float32 or bfloat16; "
-            "model.lora.rank=16 saves the memory of gradients and optimiser"
+            "model.lora.rank=16 saves the memory of gradients and optimiser, model.quantization=nf4 that of the base"
         )
 
 

@@ -31,7 +31,7 @@ def import_torchvision() -> None:
 
 def import_peft() -> None:
     """Import PEFT and let it remember that bitsandbytes is not there, which it would load, and which may print, where
-    that is installed: no model here has layers of it."""
+    that is installed. A plug-in whose layers are of bitsandbytes makes it look again."""
     with not_installed(("bitsandbytes",)):
         from peft.import_utils import is_bnb_available
 

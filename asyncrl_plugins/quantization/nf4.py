@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -61,12 +62,18 @@ def held_by_learner(model: Any, device: torch.device) -> None:
 
 def _in_4_bits(layer: nn.Linear, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Layer of bitsandbytes with the weights of `layer`, whose products are in `dtype`."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    has_bias = layer.bias is not None
-    made = Linear4bit(layer.in_features, layer.out_features, has_bias, dtype, True, TYPE, device=torch.device("meta"))
-    weight = Params4bit(layer.weight.detach(), requires_grad=False, quant_type=TYPE, module=made)
-    made.weight = weight.to(device)
+    library: Any = import_module("bitsandbytes.nn")
+    made = library.Linear4bit(
+        layer.in_features,
+        layer.out_features,
+        bias=layer.bias is not None,
+        compute_dtype=dtype,
+        compress_statistics=True,
+        quant_type=TYPE,
+        device=torch.device("meta"),
+    )
+    weight = library.Params4bit(layer.weight.detach(), requires_grad=False, quant_type=TYPE, module=made)
+    made.weight = weight.to(device)  # which quantises them
     made.bias = layer.bias
     # On CPUs with AVX512-BF16 a layer in eval mode would round its scales to 16 bits, and never have them back.
     made.support_avx512bf16_for_cpu = False

@@ -81,12 +81,36 @@ def test_a_starting_point_loads_and_uses_the_gpus_that_it_names(name: str) -> No
     assert config.gpu_memory.budget_gib <= 0.96 * stated, "GB on the box, less what a driver and a desktop take"
 
 
+QWEN2_5_VL_7B = {
+    **QWEN2_5_VL_3B,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+    "vision_config": {**QWEN2_5_VL_3B["vision_config"], "out_hidden_size": 3584},
+}
+
+
 def test_adapters_fit_24_gb(tmp_path: Path) -> None:
     """The plan of the other takes as many seconds; a run makes its own, and refuses to begin where it does not fit."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_VL_3B))
     plan = make_plan(changed(load_config(FILES["qwen2_5_vl_3b_grpo_lora"]), {"model.path": str(tmp_path)}))
     assert plan.model.parameters == pytest.approx(3.81e9, rel=0.01)
     assert plan.budget / 2 < plan.peak < plan.budget
+
+
+def test_adapters_of_7_billion_fit_24_gb_on_a_base_in_4_bits(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_VL_7B))
+    changes = {"model.path": str(tmp_path), "model.quantization": "nf4"}
+    plan = make_plan(changed(load_config(FILES["qwen2_5_vl_3b_grpo_lora"]), changes))
+    assert plan.model.parameters == pytest.approx(8.37e9, rel=0.01)
+    assert plan.peak < plan.budget
+    (learner,) = (phase for phase in plan.phases if phase.name == "learner awake")
+    fewer = plan.model.weights - plan.model.held
+    assert learner.nbytes + fewer > plan.budget, "in 16 bits the base leaves no room for a pass"
 
 
 @pytest.mark.parametrize("name", FILES)

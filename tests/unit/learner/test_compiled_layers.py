@@ -16,13 +16,11 @@ from asyncrl.processing.processor import PromptProcessor
 from learner.training.engine import TorchEngine
 from tests.rigs.made_up_batch import made_up_batch
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(
-        shutil.which("g++") is None or not Path(sysconfig.get_path("include"), "Python.h").is_file(),
-        reason="torch.compile needs a C++ compiler and Python's headers on a CPU",
-    ),
-]
+NEEDS_COMPILER = pytest.mark.skipif(
+    shutil.which("g++") is None or not Path(sysconfig.get_path("include"), "Python.h").is_file(),
+    reason="torch.compile needs a C++ compiler and Python's headers on a CPU",
+)
+pytestmark = [pytest.mark.usefixtures("one_thread"), NEEDS_COMPILER]
 
 
 @pytest.mark.parametrize(
