@@ -21,7 +21,7 @@ class StepTensors:
         self.positions = torch.zeros_like(self.ids)
         self.attention = torch.zeros((rows, columns), dtype=torch.bool, device=device)
         self.column = torch.zeros((), dtype=torch.long, device=device)
-        self._logits: torch.Tensor | None = None
+        self.logits: torch.Tensor | None = None
         """[R, V], known with the first step."""
 
     def fill(
@@ -34,14 +34,14 @@ class StepTensors:
         self.column.fill_(cache.end)
         attention = self.attention[:rows, :columns]
         attention.zero_()
-        attention[:, cache.end] = True  # a slot without a sequence attends to this: attention to nothing is NaN
+        attention[:, cache.end].fill_(True)  # a slot without a sequence attends to this: attention to nothing is NaN
         attention[:, cache.start : cache.end + 1].index_copy_(0, cache.slots, seen.bool())
 
     def result(self, logits: torch.Tensor) -> torch.Tensor:
         """Copy [R, V] logits of the first rows to where they stay."""
-        if self._logits is None:
-            self._logits = logits.new_zeros((len(self.ids), logits.shape[1]))
-        return self._logits[: len(logits)].copy_(logits)
+        if self.logits is None:
+            self.logits = logits.new_zeros((len(self.ids), logits.shape[1]))
+        return self.logits[: len(logits)].copy_(logits)
 
 
 class GraphedBatch(DecodeBatch):

@@ -27,12 +27,13 @@ def rounded_rows(rows: int, most: int) -> int:
 
 
 def rounded_columns(columns: int, most: int) -> int:
-    """Columns of a step over so many: a multiple of CACHE_BLOCK, about an eighth larger at most, and `most` at most.
+    """Columns of a step over so many: a multiple of CACHE_BLOCK, about an eighth larger at most, within the `most` that
+    there are.
 
     Masked columns are read, too, and a finer division would be captured more often than the reading costs.
     """
     block = max(CACHE_BLOCK, (1 << (columns // 8).bit_length()) >> 1)
-    return min(-(-columns // block) * block, max(most, columns))
+    return min(-(-columns // block) * block, most)
 
 
 def roomy_columns(columns: int, most: int) -> int:

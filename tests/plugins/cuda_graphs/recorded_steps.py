@@ -13,7 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-REFUSED = ("aten::_local_scalar_dense", "aten::lift_fresh", "aten::nonzero", "aten::item", "aten::equal")
+LOOKS = ("_local_scalar_dense", "item", "equal", "lift_fresh", "nonzero", "masked_select", "bincount", "_unique2")
+"""Operations for which a GPU is waited for."""
 
 
 def storages(values: Any) -> dict[int, torch.Tensor]:
@@ -32,7 +33,7 @@ class Recording(TorchDispatchMode):
         self.operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name().partition(".")[0] in REFUSED:
+        if func.name().partition(".")[0].removeprefix("aten::") in LOOKS:
             raise RuntimeError(f"operation not permitted when stream is capturing: {func.name()}")
         made = func(*args, **(kwargs or {}))
         is_view = not func._schema.is_mutable and storages(made).keys() & storages((args, kwargs)).keys()

@@ -47,6 +47,9 @@ def compare(model: Any, waves: Sequence[Sequence[GenerationRequest]], *, rebuild
         found.append(run(batch, waves, batch.rebuild_cache if rebuilds else lambda: None))
         if isinstance(batch, GraphedBatch):
             assert batch._graphs.failure == ""
+            assert batch._tensors is not None
+            assert batch._tensors.logits is not None
+            assert batch._tensors.logits.isfinite().all(), "of slots without a sequence, too"
             assert largest_difference(found[-1], found[0]) <= SAME
     assert capture.replays > capture.captures > 0
 
@@ -130,6 +133,16 @@ def test_numbers_of_a_broken_version_stay_where_they_were() -> None:
             tensor.memory.fill_(torch.nan)
     assert largest_difference(run(batch, waves), expected) <= SAME
     assert batch._graphs.failure == ""
+
+
+def test_each_row_attends_to_something() -> None:
+    """Three sequences and a slot without one; before the third prompt there is padding."""
+    batch = graphed(text_model(), RecordedCapture)
+    batch.join(batch.prefill([*requests(9, 20, tokens=9, size=1), *requests(3, tokens=9, size=1)], 0))
+    batch.step(0)
+    assert batch._tensors is not None
+    seen = batch._tensors.attention[:, : batch._slots.end + 1].sum(dim=1)
+    assert seen.tolist() == [10, 21, 4, 1]
 
 
 def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from asyncrl.models.loading import load_model
 from asyncrl_plugins.cuda_graphs.batch import GraphedBatch
 from asyncrl_plugins.cuda_graphs.choice import most_slots
 from asyncrl_plugins.cuda_graphs.graphs import MOST_GRAPHS, StepGraphs
-from asyncrl_plugins.cuda_graphs.memory import GRAPH_BYTES
+from asyncrl_plugins.cuda_graphs.memory import LAYER_BYTES
 from benchmarks.random_models import make_model
 from protocol.messages import Sampling
 from rollout_server.engines.base import GenerationRequest
@@ -30,6 +30,11 @@ GRAPHS, KEPT = "CUDA graphs", "KV cache during prefill"
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "tiny", "tiny")
+
+
+def cuda_bytes(folder: Path) -> int:
+    """Bytes that CUDA itself takes for graphs of the model in `folder`."""
+    return MOST_GRAPHS * AutoConfig.from_pretrained(folder).text_config.num_hidden_layers * LAYER_BYTES
 
 
 def sections(folder: Path, **rollout: Any) -> dict[str, dict[str, Any]]:
@@ -59,7 +64,7 @@ def test_a_batch_takes_what_was_planned(make_config: MakeConfig, small: Path) ->
                 batch.step(0)
         cached = nbytes(tensor.memory for tensor in batch._slots._tensors())
     assert cached == SEQUENCES * cache_columns(PROMPT + RESPONSE) * planned.cache_per_token == lines["KV cache"]
-    tensors = lines[GRAPHS] - MOST_GRAPHS * GRAPH_BYTES  # without what CUDA takes
+    tensors = lines[GRAPHS] - cuda_bytes(small)  # without what CUDA takes
     most = lines["KV cache"] + lines["working memory"] + lines[KEPT] + tensors
     assert live.peak <= most <= 2 * live.peak
 
@@ -82,7 +87,7 @@ def test_an_output_layer_that_is_widened_in_the_pool_is_counted(make_config: Mak
         config = make_config(**given)
         model = rehearse(config)
         lines = {line.name: line.nbytes for line in HF_MEMORY.lines(model, config, 1)}
-        counted.append(lines[GRAPHS] - MOST_GRAPHS * GRAPH_BYTES)
+        counted.append(lines[GRAPHS] - cuda_bytes(small))
     logits = SEQUENCES * model.vocabulary
     hidden = AutoConfig.from_pretrained(small).text_config.hidden_size
     assert counted == [2 * 2 * logits, 2 * 4 * logits + 4 * model.vocabulary * hidden]
