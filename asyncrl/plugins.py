@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 Group = Literal[
     "commands",
+    "decode_batches",
     "demos",
     "displays",
     "evaluators",

@@ -3,7 +3,8 @@
     python -m benchmarks.decode_steps [--size 4b] [--device cuda] [--rows 128] [--prompt 900] [--steps 20]
 
 A random Qwen2.5-VL decodes text. Ragged prompts have half to all of the tokens. `--repeated` decodes with the attention
-of transformers, which repeats keys and values of padded rows. With --device cpu --size tiny it tries itself out.
+of transformers, which repeats keys and values of padded rows; `--graphs` measures captured steps, too, after the
+others. With --device cpu --size tiny it tries itself out, without a capture.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,9 +22,12 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from asyncrl.config.parts import cache_columns
 from asyncrl.config.sections import ModelConfig
 from asyncrl.models.loading import load_model
 from asyncrl.processing.encoded_prompt import EncodedPrompt
+from asyncrl_plugins.cuda_graphs.batch import GraphedBatch
+from asyncrl_plugins.cuda_graphs.graphs import CudaCapture, StepGraphs
 from benchmarks.random_models import SIZES, make_model
 from protocol.messages import Sampling
 from rollout_server.engines.base import GenerationRequest
@@ -31,10 +37,16 @@ from rollout_server.engines.hf.grouped_attention import for_decoding
 WARM_UP = 2
 
 
-def batch_of(model: Any, device: torch.device, arguments: argparse.Namespace, *, ragged: bool) -> DecodeBatch:
+def batch_of(
+    model: Any, device: torch.device, arguments: argparse.Namespace, *, ragged: bool, graphs: bool
+) -> DecodeBatch:
     random = np.random.default_rng(0)
     sampling = Sampling(temperature=1.0, max_new_tokens=arguments.steps + WARM_UP + 2, stop_token_ids=())
     batch = DecodeBatch(model, (), device)
+    if graphs:
+        most = arguments.rows, cache_columns(arguments.prompt + sampling.max_new_tokens)
+        capture = partial(CudaCapture, device) if device.type == "cuda" else None
+        batch = GraphedBatch(model, (), device, most=most, graphs=StepGraphs(capture))
     for number in range(arguments.rows):
         length = int(random.integers(arguments.prompt // 2, arguments.prompt)) if ragged else arguments.prompt
         prompt = EncodedPrompt.of_text(random.integers(5, 300, length).astype(np.int32))
@@ -70,6 +82,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=900)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeated", action="store_true")
+    parser.add_argument("--graphs", action="store_true")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     dtype = "bfloat16" if device.type == "cuda" else "float32"
@@ -77,10 +90,11 @@ def main() -> None:
     loaded: Any = load_model(ModelConfig(path=str(folder), dtype=dtype), device=device)
     model = for_decoding(loaded.eval().requires_grad_(False), groups_queries=not arguments.repeated)
     print("| rows | a step, ms | its kernels, ms | tokens/s |\n|---|---|---|---|")
-    for ragged in (False, True):
+    for graphs, ragged in product((False, True) if arguments.graphs else (False,), (False, True)):
         with torch.inference_mode():
-            seconds, kernels = measure(batch_of(model, device, arguments, ragged=ragged), device, arguments.steps)
-        name = f"{arguments.rows}, {'ragged' if ragged else 'equal'}"
+            batch = batch_of(model, device, arguments, ragged=ragged, graphs=graphs)
+            seconds, kernels = measure(batch, device, arguments.steps)
+        name = f"{arguments.rows}, {'ragged' if ragged else 'equal'}{', graphs' if graphs else ''}"
         print(f"| {name} | {1e3 * seconds:.1f} | {1e3 * kernels:.1f} | {arguments.rows / seconds:,.0f} |", flush=True)
 
 

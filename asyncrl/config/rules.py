@@ -16,13 +16,12 @@ from asyncrl.config.method import NEEDS
 from asyncrl.config.parts import BASE_WEIGHTS, LEARNER_ENGINES, ROLLOUT_ENGINES, ROLLOUT_WEIGHTS, WEIGHT_CHANNELS
 from asyncrl.config.run_sections import TOKEN_BYTES, RunSections
 from asyncrl.config.sections import component_name
-from asyncrl.plugins import description, installed
+from asyncrl.plugins import description, descriptions, installed
 
 ONLY_ADAPTERS = "only adapters are trained, and the reference is a model without any"
 REQUIRES = (
     ("trainer.mode=sync", "learner.max_staleness=0", "taking turns, the server has the learner's own version alone"),
     ("trainer.mode=sync", "rollout.servers=1", "the learner shares its device with one server"),
-    ("rollout.engine=hf", "rollout.engine_args={}", "the hf engine takes no arguments"),
     (
         "reference.reset_optimizer=true",
         "reference.reset_every_steps>0",
@@ -202,9 +201,17 @@ def engine_problems(config: RunSections) -> Iterator[str]:
             f"rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but the {rollout.engine} engine runs on "
             f"one device. Set {''.join(wide)}rollout.tensor_parallel_size=1"
         )
+    batches = descriptions("decode_batches").values()
+    own = [part.facts["argument"] for part in batches]
+    if rollout.engine == "hf" and rollout.engine_args.keys() - own:
+        beside = f"beside {', '.join(own)} " if own else ""
+        yield (
+            f"rollout.engine is hf and rollout.engine_args is {rollout.engine_args}: {beside}the hf engine takes no "
+            "arguments. Set rollout.engine_args={}, or change rollout.engine"
+        )
     chosen = {rollout.quantization: ROLLOUT_WEIGHTS, config.model.quantization: BASE_WEIGHTS}
     weights = (parts[name] for name, parts in chosen.items() if name)
-    for part in (engine, WEIGHT_CHANNELS[rollout.weights_channel], *weights):
+    for part in (engine, WEIGHT_CHANNELS[rollout.weights_channel], *weights, *batches):
         yield from part.problems(config)
 
 

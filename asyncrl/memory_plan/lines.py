@@ -18,7 +18,7 @@ from asyncrl.config.service_sections import LearnerConfig, RolloutConfig
 from asyncrl.memory_plan import GIB
 from asyncrl.memory_plan.divided import DividedModel
 from asyncrl.memory_plan.rehearsal import ModelBytes
-from asyncrl.plugins import implementation
+from asyncrl.plugins import descriptions, implementation
 
 CONTEXT_BYTES = 5 * GIB // 8
 """CUDA's context and the libraries' workspaces of a process that has used the device: 619 MiB on an H100 (CUDA 13)."""
@@ -191,6 +191,8 @@ def _hf_lines(model: ModelBytes, config: RunConfig, copies: int) -> Iterator[Mem
     yield MemoryItem("KV cache", copies * cache, why)
     yield MemoryItem(WORKING, most, f"prefill of {prompts} prompts, or sampling")
     yield allocator(most)
+    for part in descriptions("decode_batches").values():
+        yield from implementation(part.facts["memory"])(model, config, copies)
 
 
 HF_MEMORY = EngineMemory(_hf_lines)

@@ -7,6 +7,7 @@ log-prob is compared with that of transformers' plain forward pass.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -26,15 +27,16 @@ PROMPTS = (13, 4, 8)
 """Tokens of the prompts; the later ones join while the first one is decoded."""
 TOKENS = 10
 """Sampled for each row at most."""
+MakeBatch = Callable[[Any, Sequence[int], torch.device], DecodeBatch]
 
 
 def check_decoding(config: ModelConfig) -> bool:
     """Raise UserError for a family that this engine would sample wrongly. Returns whether its model may group queries
     (grouped_attention.py): code of some families looks at the name of their attention."""
     family = family_of(config)
-    if not _problem(family, groups_queries=True):
+    if not decoding_problem(family, groups_queries=True):
         return True
-    if found := _problem(family, groups_queries=False):
+    if found := decoding_problem(family, groups_queries=False):
         raise UserError(
             f"the hf engine, which keeps keys and values of causal attention alone, cannot sample from the model in "
             f"{config.path}: {found}. Set rollout.engine=vllm, or use a model of another family"
@@ -43,12 +45,13 @@ def check_decoding(config: ModelConfig) -> bool:
 
 
 @cache
-def _problem(family: SmallFamily, *, groups_queries: bool) -> str:
-    """Find out, once in a process, how a family's decoding is wrong; empty where it is right."""
+def decoding_problem(family: SmallFamily, *, groups_queries: bool, kind: MakeBatch = DecodeBatch) -> str:
+    """Find out, once in a process, how a family's decoding in such a batch is wrong; empty where it is right."""
     if family.problem:
         return family.problem
     try:
-        rows = _decoded(for_decoding(family.model(family.attention), groups_queries=groups_queries), family.temperature)
+        model = for_decoding(family.model(family.attention), groups_queries=groups_queries)
+        rows = _decoded(kind(model, (), torch.device("cpu")), family.temperature)
     except Exception as error:  # of the family's own code
         return f"its family {family.name} fails in a batch ({first_line(error)})"
     model = family.model("eager")
@@ -60,9 +63,8 @@ def _problem(family: SmallFamily, *, groups_queries: bool) -> str:
     )
 
 
-def _decoded(model: Any, temperature: float) -> list[DecodeRow]:
+def _decoded(batch: DecodeBatch, temperature: float) -> list[DecodeRow]:
     """Rows that were sampled together."""
-    batch = DecodeBatch(model, (), torch.device("cpu"))
     rows: list[DecodeRow] = []
     for number, prompt in enumerate(PROMPTS):
         ids = np.random.default_rng(number).integers(4, 100, prompt).astype(np.int32)

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from asyncrl.models.lora import add_adapter, resolve_adapter
 from asyncrl.models.published import architecture_fingerprint, load_published, published_parts, published_tensors
 from asyncrl.models.small_copy import family_of
 from asyncrl.models.token_trace import token_traces
-from asyncrl.plugins import implementation
+from asyncrl.plugins import descriptions, implementation
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor
 from rollout_server.engines.arrived_weights import ModelProcesses, ThisProcess
@@ -62,10 +63,7 @@ class HFEngine:
 
     async def start(self) -> None:
         await asyncio.to_thread(self._load)
-        self._loop = DecodeLoop(
-            lambda: DecodeBatch(self._model, self._placeholder_ids, self._device, self._recorders),
-            self._config.rollout.max_concurrent_sequences,
-        )
+        self._loop = DecodeLoop(self._make_batch, self._config.rollout.max_concurrent_sequences)
         self._loop.start()
 
     def _load(self) -> None:
@@ -80,7 +78,10 @@ class HFEngine:
             self._model.requires_grad_(False)
         self._fingerprint = architecture_fingerprint(self._model, self._adapter)
         traces = token_traces(self._config.algorithm, self._config.model)
-        self._recorders = {name: trace.record(self._model) for name, trace in traces.items()}
+        recorders = {name: trace.record(self._model) for name, trace in traces.items()}
+        batch, parts = (self._model, self._placeholder_ids, self._device, recorders), descriptions("decode_batches")
+        makers = (implementation(part.implementation)(self._config, *batch) for part in parts.values())
+        self._make_batch: Callable[[], DecodeBatch] = next(filter(None, makers), partial(DecodeBatch, *batch))
         vocabulary = self._model.get_output_embeddings().weight.shape[0]
         self._fixed_tokens = fixed_tokens(vocabulary, self._placeholder_ids)
 
@@ -201,6 +202,7 @@ class HFEngine:
 
     def _fall_asleep(self) -> None:
         self._sleeper.check_awake()
+        self._decoding.batch = self._make_batch()  # the old one, which is empty, may keep memory
         self._forgets = self._config.rollout.sleep_level == 2
         tensors = (tensor for part in (self._model.parameters(), self._model.buffers()) for tensor in part)
         # What is not published must be kept: no update would bring it.
