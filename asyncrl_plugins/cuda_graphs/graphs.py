@@ -36,8 +36,9 @@ class CudaCapture:
             self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Callable[[], None]:
+        torch.cuda.empty_cache()  # while it captures, the allocator gives back nothing of what other work has left
         graph = torch.cuda.CUDAGraph()
-        # torch.cuda.graph would leave the current stream another one where work fails, and empty the allocator.
+        # torch.cuda.graph would leave another current stream behind where work fails.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             # Other threads may pin memory or copy weights meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

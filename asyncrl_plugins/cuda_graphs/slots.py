@@ -193,9 +193,7 @@ class SlotCache(GrowingCache):
             self._slot_layers = [SlotLayer(layout, layer.keys, layer.values) for layer in joining.layers]
             self.layers = [*self._slot_layers]
         shift = width - layout.width
-        start = layout.start - shift  # padding of the present rows may have room on the left
-        if start < 0 or start + width > self.columns:
-            start = 0
+        start = max(layout.start - shift, 0)  # padding of the present rows may have room on the left
         self._place(start + shift, len(layout.slots) + len(which), start + width)
         layout.start, layout.width = start, width
         free = self._free_slots(len(which), self.rows)
