@@ -112,12 +112,15 @@ def test_a_weight_is_one_of_16_values_times_the_largest_of_its_block() -> None:
     assert dequantized(block)[0, 9].item() == pytest.approx(values[10], abs=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "lora"),
+    [("float32", {}), ("bfloat16", {}), ("float32", {"vision_tower": True, "modules_to_save": ["connector"]})],
+)
 def test_the_learner_computes_what_dequantised_weights_do_and_trains_adapters_alike(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, dtype: str
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, dtype: str, lora: dict[str, Any]
 ) -> None:
     """In 16 bits PEFT rounds an adapter's output once more than beside a plain layer."""
-    config = in_4_bits(make_config, {"dtype": dtype})
+    config = in_4_bits(make_config, {"dtype": dtype, "lora": {"rank": 4, **lora}, "freeze_vision_tower": not lora})
     engine, rounded = prepared(config), with_values(config, monkeypatch)
     for each in (engine, rounded):
         move_adapters(each)
@@ -129,7 +132,8 @@ def test_the_learner_computes_what_dequantised_weights_do_and_trains_adapters_al
         each.backward(logprobs.sum())
     mine, theirs = gradients(engine), gradients(rounded)
     assert mine.keys() == theirs.keys()
-    assert all(".lora_" in name for name in mine)
+    assert all(".lora_" in name or ".modules_to_save." in name for name in mine)
+    assert any("visual" in name for name in mine) == bool(lora)
     for name, gradient in mine.items():
         assert (gradient - theirs[name]).abs().max() <= near_gradient * theirs[name].abs().max(), name
     whole = prepared(plain(config))

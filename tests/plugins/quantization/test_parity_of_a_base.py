@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import RunConfig, changed
+from asyncrl.models.loading import load_model
+from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl.processing.processor import PromptProcessor
+from asyncrl_plugins.quantization.nf4 import base_layers, dequantized
 from learner.loop.logprob_parity import compare
 from rollout_server.engines.hf.engine import HFEngine
+from tests.rigs.adapters import MakeConfig
 from tests.rigs.alignment_rig import answer, learner_engine, limit_of, pair_config, parity_tickets
+from tests.rigs.policies import CPU, LENGTHS, gaps, initial_weights, moved, prompts, sample_with_updates
 
-__all__ = ["pair_config"]
+__all__ = ["pair_config", "prompts"]
 pytestmark = [
     pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"),
     pytest.mark.usefixtures("one_thread"),
@@ -50,3 +55,20 @@ def test_the_accepted_difference_is_that_of_the_coarser_weights(
 ) -> None:
     config = changed(pair_config, {"model.lora.rank": 4, "model.quantization": base, "rollout.quantization": sampled})
     assert limit_of(config) == expected
+
+
+def test_versions_of_a_whole_model_are_rounded_anew(
+    make_config: MakeConfig, prompts: tuple[EncodedPrompt, ...]
+) -> None:
+    """As a precision of rollouts alone, beside a learner that trains all weights."""
+    config = make_config(rollout={"quantization": "nf4", "weight_update": "recompute"})
+    names = {f"{name}.weight" for name in base_layers(load_model(config.model, device=CPU))}
+    first = initial_weights(config)
+    policies = [first, moved(first, 1, by=1.0)]
+    rounded = [{n: dequantized(w) if n in names else w for n, w in policy.items()} for policy in policies]
+    requests, done = sample_with_updates(config, prompts[:2], policies, LENGTHS[:2])
+    assert {version for one in done for version in one.versions.tolist()} == {0, 1}
+    for completion in done:
+        request = requests[completion.request_id]
+        assert gaps(config, rounded, request, completion).max() < 1e-4
+        assert gaps(config, policies, request, completion).max() > 1e-3
