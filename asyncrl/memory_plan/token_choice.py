@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from itertools import count
 
-import torch
-
 from asyncrl.config.run_sections import USUAL_TOKENS
 from asyncrl.config.schema import RunConfig, changed
-from asyncrl.config.service_sections import meant_device
 from asyncrl.memory_plan import GIB, size
 from asyncrl.memory_plan.lines import WORKING, memory_of_engine
 from asyncrl.memory_plan.plan import MemoryPlan, longest_sequence, make_plan
@@ -58,14 +55,6 @@ def token_steps(config: RunConfig) -> list[int]:
             if step > steps[0]:
                 steps.append(step)
     raise AssertionError
-
-
-def gpu_bytes(learner_device: str) -> int:
-    """Memory of the GPU that learner.device means for this process; 0 without one. Takes CUDA's context."""
-    name = meant_device(learner_device, cuda=torch.cuda.is_available())
-    if name == "cpu" or not torch.cuda.is_available() or torch.device(name).index >= torch.cuda.device_count():
-        return 0
-    return torch.cuda.get_device_properties(name).total_memory
 
 
 def _largest_fitting(config: RunConfig, steps: list[int], limit: int) -> tuple[RunConfig, str]:

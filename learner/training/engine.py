@@ -16,7 +16,7 @@ from asyncrl.attention.shared_prefix import SHARED_PREFIX_ATTENTION
 from asyncrl.config.part_settings import ModelSettings
 from asyncrl.config.sampling_rules import UNTRUNCATED
 from asyncrl.config.service_sections import OptimConfig
-from asyncrl.devices.device import resolve_device
+from asyncrl.devices.device import gpu_bytes, resolve_device
 from asyncrl.devices.sleeping import Sleeper, check_wake_parity, fixed_tokens
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.model_files.folder import base_fingerprint
@@ -127,6 +127,7 @@ class TorchEngine:
             temperature=rollout.temperature,
             banned=torch.tensor(banned, dtype=torch.long, device=self.device),
             truncation={name: getattr(rollout, name) for name in UNTRUNCATED} if rollout.truncates else None,
+            gpu_bytes=gpu_bytes(str(self.device), self._settings.budget_gib),
         )
         self._fixed_tokens = fixed_tokens(self.model.get_output_embeddings().weight.shape[0], banned)
 
