@@ -11,7 +11,7 @@ from itertools import count
 from asyncrl.config.run_sections import USUAL_TOKENS
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.memory_plan import GIB, size
-from asyncrl.memory_plan.lines import WORKING, memory_of_engine
+from asyncrl.memory_plan.lines import WORKING
 from asyncrl.memory_plan.plan import MemoryPlan, longest_sequence, make_plan
 from asyncrl.memory_plan.rehearsal import NoPlanError
 
@@ -69,7 +69,7 @@ def _largest_fitting(config: RunConfig, steps: list[int], limit: int) -> tuple[R
     low, high = 0, len(steps)
     if not fits(low):
         return _settled(config, plans[low], steps[low], limit, "the longest sample")
-    if plans[low].sharing == "together" and memory_of_engine(config.rollout.engine).fills_device:
+    if plans[low].engine_fills:
         least = plans[low].phases[0].nbytes
         limit = least + (limit - least) // 2  # the plan has the least of the engine's cache: it shares what is left
     while high - low > 1:

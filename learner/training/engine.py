@@ -55,6 +55,8 @@ class TorchEngine:
 
     role = "actor"
     """Name among the engines of a step."""
+    reduces_once = False
+    """Whether an update's gradients are summed on each rank first, and over ranks with its last micro-batch alone."""
 
     def __init__(self, settings: ModelSettings, optim: OptimConfig, total_updates: int, ranks: Ranks = ALONE):
         """`total_updates` is the number of optimiser steps that the learning-rate schedule spans."""
@@ -197,13 +199,16 @@ class TorchEngine:
         media_on = torch.device("cpu") if self.features else self.device
         return build_micro_batch(self.model, groups, self.device, self.facts.dtype, media_on=media_on)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Accumulate the gradient of a loss that is already divided by global counts.
+    def backward(self, loss: torch.Tensor, *, is_last: bool = True) -> None:
+        """Accumulate the gradient of a loss that is already divided by global counts; `is_last`: of its update.
 
         A micro-batch of text has none where the language model is frozen: nothing that is trained has computed it.
         """
         if not loss.requires_grad:
+            assert not self.reduces_once, "gradients that wait would never be reduced"
             return
+        if self.reduces_once:
+            self.sharding.reduce_gradients(is_last)
         with _exact(self.device):
             self.updates.backward(loss)
 
