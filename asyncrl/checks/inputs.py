@@ -98,7 +98,8 @@ def dry_run(config: RunConfig, *, whole: bool = False) -> None:
         for note in data_notes(config.data, config.reward, config.environment, config.purpose):
             print(f"note: {note}")
         if config.batch.tokens_per_microbatch == "auto":
-            from asyncrl.memory_plan.token_choice import gpu_bytes, settle_tokens
+            from asyncrl.devices.device import gpu_bytes
+            from asyncrl.memory_plan.token_choice import settle_tokens
 
             print(f"note: {settle_tokens(config, gpu_bytes(config.learner.device))[1]}")
         try:

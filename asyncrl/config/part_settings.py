@@ -77,6 +77,8 @@ class ModelSettings:
     seed: int
     algorithm: AlgorithmConfig
     """Choice of methods: the actor takes their token traces."""
+    budget_gib: float = 0.0
+    """gpu_memory.budget_gib."""
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,8 @@ class RunConfig(RunSections):
 
     @property
     def model_settings(self) -> ModelSettings:
-        return ModelSettings(self.model, self.learner, self.rollout, self.run_path, self.trainer.seed, self.algorithm)
+        sections, budget_gib = (self.model, self.learner, self.rollout), self.gpu_memory.budget_gib
+        return ModelSettings(*sections, self.run_path, self.trainer.seed, self.algorithm, budget_gib)
 
     @property
     def critic_settings(self) -> ModelSettings:

@@ -77,6 +77,11 @@ class MemoryPlan:
         return sum(max(0, phase.nbytes - self.budget) for phase in self.phases) if self.budget else 0
 
     @property
+    def engine_fills(self) -> bool:
+        """Whether an engine at work beside the learner takes what both leave for its cache."""
+        return self.sharing == "together" and memory_of_engine(self.config.rollout.engine).fills_device
+
+    @property
     def versions(self) -> int:
         """Most published versions in shared memory at a time (protocol/weights.py): the newest two, one that a slow
         server may have mapped, and one that is evaluated beside training."""

@@ -25,7 +25,9 @@ from asyncrl.config.parts import BASE_WEIGHTS, BLOCK_8BIT, GRADIENTS_IN_FLIGHT, 
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.sections import DataConfig
 from asyncrl.config.service_sections import Optimizer
+from asyncrl.devices.device import gpu_bytes
 from asyncrl.errors import UserError
+from asyncrl.memory_plan import GIB
 from asyncrl.memory_plan.divided import DividedModel, divide
 from asyncrl.memory_plan.live_bytes import LiveBytes, cuda_kernels, nbytes
 from asyncrl.model_files.folder import read_config
@@ -40,6 +42,8 @@ from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, special_token_ids
 logger = logging.getLogger(__name__)
 
 META = torch.device("meta")
+UNSEEN_GPU = 80 * GIB
+"""Memory of the GPU that is meant where there is none, and no budget."""
 
 
 class NoPlanError(UserError):
@@ -272,7 +276,9 @@ def train_pass(
         return
     banned = sorted(special_token_ids(model.config, PLACEHOLDER_ID_NAMES))
     banned = torch.tensor(banned, dtype=torch.long, device=device)
-    head = OutputHead(model, temperature=config.rollout.temperature, banned=banned)
+    on, budget_gib = config.learner.device, config.gpu_memory.budget_gib
+    memory = gpu_bytes(on, budget_gib) or (0 if on == "cpu" else UNSEEN_GPU)
+    head = OutputHead(model, temperature=config.rollout.temperature, banned=banned, gpu_bytes=memory)
     found = chosen_hooks("loss_hook", config.algorithm).values()
     hooks = [implementation(method.implementation)(settings) for method, settings in found]
     trains_entropy = config.algorithm.entropy_coeff or any(hook.trains_entropy for hook in hooks)

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from itertools import count
 
-import torch
-
 from asyncrl.config.run_sections import USUAL_TOKENS
 from asyncrl.config.schema import RunConfig, changed
-from asyncrl.config.service_sections import meant_device
 from asyncrl.memory_plan import GIB, size
-from asyncrl.memory_plan.lines import WORKING, memory_of_engine
+from asyncrl.memory_plan.lines import WORKING
 from asyncrl.memory_plan.plan import MemoryPlan, longest_sequence, make_plan
 from asyncrl.memory_plan.rehearsal import NoPlanError
 
@@ -60,14 +57,6 @@ def token_steps(config: RunConfig) -> list[int]:
     raise AssertionError
 
 
-def gpu_bytes(learner_device: str) -> int:
-    """Memory of the GPU that learner.device means for this process; 0 without one. Takes CUDA's context."""
-    name = meant_device(learner_device, cuda=torch.cuda.is_available())
-    if name == "cpu" or not torch.cuda.is_available() or torch.device(name).index >= torch.cuda.device_count():
-        return 0
-    return torch.cuda.get_device_properties(name).total_memory
-
-
 def _largest_fitting(config: RunConfig, steps: list[int], limit: int) -> tuple[RunConfig, str]:
     """Look upwards from the longest sample, then between a plan that fits and one that does not. A pass is about linear
     in its tokens: the line through two plans says where to look next. Of far too many tokens a plan takes long."""
@@ -80,7 +69,7 @@ def _largest_fitting(config: RunConfig, steps: list[int], limit: int) -> tuple[R
     low, high = 0, len(steps)
     if not fits(low):
         return _settled(config, plans[low], steps[low], limit, "the longest sample")
-    if plans[low].sharing == "together" and memory_of_engine(config.rollout.engine).fills_device:
+    if plans[low].engine_fills:
         least = plans[low].phases[0].nbytes
         limit = least + (limit - least) // 2  # the plan has the least of the engine's cache: it shares what is left
     while high - low > 1:

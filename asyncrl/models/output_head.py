@@ -2,8 +2,8 @@
 
 The logits of all trained tokens would be the largest tensor of training: 8,192 tokens and a vocabulary of 152k are 5 GB
 in fp32, and softmax, choice and their gradients take several such. Tokens therefore pass the output head in chunks, and
-the backward pass computes each chunk again. Where the chunks begin follows from shapes alone, so that a step that is
-made again has the same bits; what fits into one chunk is computed once and kept.
+the backward pass computes each chunk again. Where the chunks begin follows from shapes and the device's memory, so that
+a step that is made again has the same bits; what fits into one chunk is computed once and kept.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ def read_score_head(head: torch.nn.Linear, config: ModelConfig) -> None:
 
 
 LOGITS_PER_CHUNK = 2**26
-"""Tokens x vocabulary of one chunk: 256 MiB in fp32, 441 tokens of a vocabulary of 152k."""
+"""Tokens x vocabulary of one chunk on a CPU: 256 MiB in fp32, 441 tokens of a vocabulary of 152k."""
+GPU_PER_CHUNK = 2**34
+"""Bytes of a GPU's memory for which its chunks grow by as much again: 2,207 tokens at 80 GiB, whose product with the
+weights keeps it busy. A pass holds four to six such tensors, up to a tenth of the memory."""
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 """[N, D] -> [N, V]"""
@@ -118,12 +121,15 @@ class OutputHead:
         temperature: float,
         banned: torch.Tensor,
         truncation: Mapping[str, float] | None = None,
+        gpu_bytes: int = 0,
     ):
-        """`banned` [K] token ids are never sampled. `truncation`: top_k, top_p and min_p of `as_sampled`."""
+        """`banned` [K] token ids are never sampled. `truncation`: top_k, top_p and min_p of `as_sampled`. `gpu_bytes`:
+        memory of the GPU that computes; 0 is a CPU."""
         self._model = model
         self._temperature = temperature
         self._banned = banned
         self._truncation = truncation
+        self._larger = max(1, round(gpu_bytes / GPU_PER_CHUNK))
         self._vocabulary: int = model.get_output_embeddings().weight.shape[0]
         self._layer: Layer | None = None
 
@@ -148,7 +154,7 @@ class OutputHead:
         `other`: the KL to this one's distributions. `as_sampled`: log-probs of the truncated distribution that an
         engine samples from.
         """
-        tokens = max(1, LOGITS_PER_CHUNK // self._vocabulary)
+        tokens = max(1, self._larger * LOGITS_PER_CHUNK // self._vocabulary)
         compute = partial(
             self._compute_chunk,
             entropy=entropy,

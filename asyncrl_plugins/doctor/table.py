@@ -10,13 +10,13 @@ from asyncrl.config.parts import ROLLOUT_ENGINES
 from asyncrl.config.schema import RunConfig, changed
 from asyncrl.config.sections import ModelConfig
 from asyncrl.config.service_sections import meant_dtype
-from asyncrl.devices.device import resolve_dtype, visible_gpus
+from asyncrl.devices.device import gpu_bytes, resolve_dtype, visible_gpus
 from asyncrl.devices.gpu_assignment import GPUS_VARIABLE
 from asyncrl.errors import ExitCode
 from asyncrl.memory_plan import GIB, size
 from asyncrl.memory_plan.lines import count
 from asyncrl.memory_plan.plan import MemoryPlan, Phase, make_plan
-from asyncrl.memory_plan.token_choice import gpu_bytes, settle_tokens
+from asyncrl.memory_plan.token_choice import settle_tokens
 from asyncrl.model_files.folder import is_hub_name, read_config, small_files
 from asyncrl_plugins.doctor.advice import advice
 from asyncrl_plugins.doctor.host_memory import host_items

@@ -12,6 +12,7 @@ from math import nan
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import torch
 
 from asyncrl.config.installed_methods import chosen_hooks, method_of
@@ -106,7 +107,7 @@ class Trainer:
         if checkpoint and state:
             check_adapter(checkpoint, state, adapter, self.base)
         self.config = config = with_token_budget(config, self.engine.device, ranks)
-        check_room(config, self.engine.device, ranks.size)
+        room = check_room(config, self.engine.device, ranks.size)
         self.engine.prepare()
         if ranks.leads:
             check_export(self.engine.model, processor.processor)
@@ -121,6 +122,8 @@ class Trainer:
         self.reference = (
             Reference(config.reference_settings, config.reference, ranks) if config.reference_model else None
         )
+        if config.learner.engine == "fsdp2" and not config.model.freeze_language_model:  # else texts have no gradient
+            reduce_once([role for role in (self.engine, self.critic) if role], room, ranks)
         if self.reference:
             self.reference.prepare()
             with self.reference.on_device():
@@ -231,11 +234,31 @@ def with_token_budget(config: RunConfig, device: torch.device, ranks: Ranks) -> 
     return settled
 
 
-def check_room(config: RunConfig, device: torch.device, ranks: int) -> None:
+def check_room(config: RunConfig, device: torch.device, ranks: int) -> int:
     """Plan the memory of a GPU without a budget too (with one, the launch has). Raises UserError where it cannot fit:
-    said in seconds, with the settings that help, instead of by CUDA in the first long batch."""
-    if device.type == "cuda" and not config.gpu_memory.budget_gib:
-        config = changed(config, {"learner.num_processes": ranks})  # torchrun says how many
-        plan = check_plan(config, torch.cuda.get_device_properties(device).total_memory)
-        if plan is not None:
-            logger.info("planned: at most %s on %s", size(plan.peak), device)
+    said in seconds, with the settings that help, instead of by CUDA in the first long batch.
+
+    Returns the bytes that the plan leaves to each of several ranks. On a CPU they divide a quarter of all memory, which
+    is the same after a restart: weights, gradients and moments of all take 16 bytes where a whole gradient takes 4.
+    """
+    budget_gib, on_gpu = config.gpu_memory.budget_gib, device.type == "cuda"
+    if not budget_gib and not on_gpu:
+        return psutil.virtual_memory().total // (4 * ranks)
+    if budget_gib and ranks == 1:
+        return 0
+    config = changed(config, {"learner.num_processes": ranks})  # torchrun says how many
+    plan = check_plan(config, torch.cuda.get_device_properties(device).total_memory if on_gpu else 0)
+    if plan is None:
+        return 0
+    logger.info("planned: at most %s on %s", size(plan.peak), device)
+    return 0 if plan.engine_fills else plan.budget - plan.phases[0].nbytes
+
+
+def reduce_once(roles: Sequence[TorchEngine], room: int, ranks: Ranks) -> None:
+    """Let each rank add up whole gradients of an update's micro-batches, if they fit into these bytes on all ranks."""
+    whole, room = sum(4 * parameter.numel() for role in roles for parameter in role.trained), -ranks.most(-room)
+    for role in roles:
+        role.reduces_once = ranks.size > 1 and whole <= room
+    if ranks.leads and ranks.size > 1:
+        how = "once in an update" if whole <= room else "after each micro-batch"
+        logger.info("gradients are reduced %s: whole ones take %s, of %s on each rank", how, size(whole), size(room))

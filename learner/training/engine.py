@@ -17,7 +17,7 @@ from asyncrl.config.part_settings import ModelSettings
 from asyncrl.config.parts import BASE_WEIGHTS
 from asyncrl.config.sampling_rules import UNTRUNCATED
 from asyncrl.config.service_sections import OptimConfig
-from asyncrl.devices.device import resolve_device
+from asyncrl.devices.device import gpu_bytes, resolve_device
 from asyncrl.devices.sleeping import Sleeper, check_wake_parity, fixed_tokens
 from asyncrl.errors import BadStateError, UserError
 from asyncrl.model_files.folder import base_fingerprint
@@ -57,6 +57,8 @@ class TorchEngine:
 
     role = "actor"
     """Name among the engines of a step."""
+    reduces_once = False
+    """Whether an update's gradients are summed on each rank first, and over ranks with its last micro-batch alone."""
 
     def __init__(self, settings: ModelSettings, optim: OptimConfig, total_updates: int, ranks: Ranks = ALONE):
         """`total_updates` is the number of optimiser steps that the learning-rate schedule spans."""
@@ -132,6 +134,7 @@ class TorchEngine:
             temperature=rollout.temperature,
             banned=torch.tensor(banned, dtype=torch.long, device=self.device),
             truncation={name: getattr(rollout, name) for name in UNTRUNCATED} if rollout.truncates else None,
+            gpu_bytes=gpu_bytes(str(self.device), self._settings.budget_gib),
         )
         self._fixed_tokens = fixed_tokens(self.model.get_output_embeddings().weight.shape[0], banned)
 
@@ -201,13 +204,16 @@ class TorchEngine:
         media_on = torch.device("cpu") if self.features else self.device
         return build_micro_batch(self.model, groups, self.device, self.facts.dtype, media_on=media_on)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Accumulate the gradient of a loss that is already divided by global counts.
+    def backward(self, loss: torch.Tensor, *, is_last: bool = True) -> None:
+        """Accumulate the gradient of a loss that is already divided by global counts; `is_last`: of its update.
 
         A micro-batch of text has none where the language model is frozen: nothing that is trained has computed it.
         """
         if not loss.requires_grad:
+            assert not self.reduces_once, "gradients that wait would never be reduced"
             return
+        if self.reduces_once:
+            self.sharding.reduce_gradients(is_last)
         with _exact(self.device):
             self.updates.backward(loss)
 

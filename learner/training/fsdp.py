@@ -3,8 +3,8 @@ parameter, gradient and optimiser state, and gathers a layer's weights while it 
 
 Parts of what is trained are fp32, whatever the model's dtype: they are the master weights. A 16-bit model is gathered
 rounded to its dtype, which are the bits that the torch engine computes with, and gradients are summed over ranks in
-fp32. What is frozen keeps its dtype. Under an adapter that is the whole base model; the adapter's fp32 parts are
-gathered as they are.
+fp32, after each micro-batch or, where whole ones have room, once in an update. What is frozen keeps its dtype. Under an
+adapter that is the whole base model; the adapter's fp32 parts are gathered as they are.
 """
 
 from __future__ import annotations
@@ -75,18 +75,22 @@ class FullySharded(ShardedFiles):
             sharded = cast(FSDPModule, module)
             sharded.set_gradient_divide_factor(1.0)  # losses are divided by counts over all ranks
             sharded.set_force_sum_reduction_for_comms(True)
+            sharded.unshard()  # else torch finds no place for gradients that wait, in a unit that no pass has gathered
+            for parameter in module.parameters() if module is model else ():
+                if parameter.requires_grad and not isinstance(parameter, DTensor):
+                    # The output layer has a gradient from each chunk of tokens, which autograd adds up in this dtype.
+                    # What belongs to no layer is whole here; FSDP wants one dtype for all of it.
+                    parameter.grad_dtype = torch.float32
+            sharded.reshard()
         register_fsdp_forward_method(model, _RUN)
 
     def run(self, compute: Callable[[], T]) -> T:
-        def with_wide_gradients() -> T:
-            # The output layer has a gradient from each chunk of tokens, which autograd adds up in this dtype. What
-            # belongs to no layer is whole here; FSDP wants one dtype for all of it.
-            for parameter in self._model.parameters() if torch.is_grad_enabled() else ():
-                if parameter.requires_grad and not isinstance(parameter, DTensor):
-                    parameter.grad_dtype = torch.float32
-            return compute()
+        return getattr(self._model, _RUN)(compute)
 
-        return getattr(self._model, _RUN)(with_wide_gradients)
+    def reduce_gradients(self, now: bool) -> None:
+        model = cast(FSDPModule, self._model)
+        model.set_requires_gradient_sync(now)  # those that wait add up in fp32: FSDP takes reduce_dtype for that
+        model.set_reshard_after_backward(now, recurse=False)  # what belongs to no layer is whole in each pass anyway
 
     def updates(self, optim: OptimConfig, total_updates: int, scale: LossScale | None = None) -> Updates:
         return MasterUpdates(self._model, self, optim, total_updates, scale)

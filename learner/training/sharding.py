@@ -43,6 +43,11 @@ class Sharding(Protocol):
         """Compute with whole weights. Tensors with a gradient are returned as such, or in tuples and dicts."""
         ...
 
+    def reduce_gradients(self, now: bool) -> None:
+        """Sum gradients over ranks in the next backward pass, or let whole ones add up on each rank until a later pass.
+        Called where `TorchEngine.reduces_once`."""
+        ...
+
     def updates(self, optim: OptimConfig, total_updates: int, scale: LossScale | None = None) -> Updates:
         """Gradients and optimiser of the model's trained parameters."""
         ...

@@ -225,10 +225,12 @@ class LearnerStep:
             with torch.set_grad_enabled(self._trains_actor(decided.version)):
                 here = weights.map(torch.zeros_like) if micro_batch.is_idle else weights
                 part = self.objective(self.roles, micro_batch, decided, here, number=number, update_tokens=tokens)
+            is_last = number == len(plan)
             if self._trains_actor(decided.version):
-                self.roles.actor.backward(part.loss)
+                self.roles.actor.backward(part.loss, is_last=is_last)
             parts.append(part := part.detached())
-            columns = _columns(part, decided) | self._train_critic(micro_batch, part.place, decided, len(place))
+            of_critic = self._train_critic(micro_batch, part.place, decided, len(place), is_last)
+            columns = _columns(part, decided) | of_critic
             for name, column in columns.items():
                 seen[name].append(column[:0] if micro_batch.is_idle else column)
         losses = torch.stack([part.loss for part in parts]).tolist()
@@ -250,7 +252,7 @@ class LearnerStep:
         return self.roles.critic is None or version >= self.settings.critic.warmup_steps
 
     def _train_critic(
-        self, micro_batch: MicroBatch, place: torch.Tensor, decided: Decided, num_tokens: int
+        self, micro_batch: MicroBatch, place: torch.Tensor, decided: Decided, num_tokens: int, is_last: bool
     ) -> dict[str, torch.Tensor]:
         """Add up the critic's gradient, of the mean over the update's tokens. Returns columns [n] of the report."""
         critic, returns, old = self.roles.critic, decided.returns, decided.scored.values
@@ -259,7 +261,7 @@ class LearnerStep:
         here = critic.device
         values = critic.values(micro_batch)
         loss = value_loss(values, old[place].to(here), returns[place].to(here), self.settings.critic.clip_range)
-        critic.backward(loss.token_loss.sum() / num_tokens * (not micro_batch.is_idle))
+        critic.backward(loss.token_loss.sum() / num_tokens * (not micro_batch.is_idle), is_last=is_last)
         return {
             "critic/loss": loss.token_loss.detach(),
             "critic/clip_fraction": loss.clipped.float(),

@@ -64,16 +64,16 @@ def main(folder: Path) -> None:
     rig: dict[str, Any] = json.loads((folder / "rig.json").read_text())
     ranks = join()
     results = {
-        name: measure(RunConfig.model_validate(sections), ranks, rig["shapes"][name])
+        name: measure(RunConfig.model_validate(sections), ranks, rig["shapes"][name], once=name in rig.get("once", []))
         for name, sections in rig["configs"].items()
     }
     if ranks.leads:
         (folder / "results.json").write_text(json.dumps(results))
 
 
-def measure(config: RunConfig, ranks: Ranks, shape: Any) -> dict[str, int]:
+def measure(config: RunConfig, ranks: Ranks, shape: Any, *, once: bool) -> dict[str, int]:
     """Bytes of this rank, of all roles together; peaks are what is added to the bytes before. Rank 0 measures them: the
-    others only take part."""
+    others only take part. `once`: the gradients of two micro-batches are reduced together."""
     peak_of = _peak_of if ranks.leads else _no_peak
     gc.collect()
     gc.freeze()  # later collections do not look at the models before
@@ -86,6 +86,7 @@ def measure(config: RunConfig, ranks: Ranks, shape: Any) -> dict[str, int]:
             role.prepare()
     trained = [role for role in (actor, critic) if role]
     micro_batch = full_micro_batch(actor.model, shape)
+    actor.reduces_once = once
 
     def score_and_train() -> None:
         with torch.no_grad():
@@ -94,7 +95,8 @@ def measure(config: RunConfig, ranks: Ranks, shape: Any) -> dict[str, int]:
                 critic.values(micro_batch)
             if reference:
                 reference.logprobs(micro_batch)
-        actor.backward(actor.forward(micro_batch, entropy="value").logprobs.sum())
+        for is_last in (False, True) if once else (True,):
+            actor.backward(actor.forward(micro_batch, entropy="value").logprobs.sum(), is_last=is_last)
         if critic:
             critic.backward(critic.values(micro_batch).sum())
 

@@ -19,6 +19,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config.schema import RunConfig
@@ -79,6 +81,7 @@ def main(folder: Path) -> None:
             idle=rig.get("idle", False),
             sleeps=name in rig.get("sleeping", []),
             saves=rig.get("saves", True),
+            once=name in rig.get("once", []),
         )
     if ranks.leads:
         (folder / "results.json").write_text(json.dumps(results))
@@ -101,11 +104,12 @@ def take_steps(
     idle: bool = False,
     sleeps: bool = False,
     saves: bool = True,
+    once: bool = False,
 ) -> dict[str, Any]:
-    """Metrics and each rank's passes through vision towers, by steps. `folder` gets weights before and after each, and
-    a checkpoint of the last, unless `saves` is False. `start`: such a folder, of as many steps. `poisoned`: the last
-    rank has gradients that are not finite. `idle`: no step is made. `sleeps`: after each step what is on the device
-    leaves it, and comes back."""
+    """Metrics, each rank's passes through vision towers, and its reductions of gradients, by steps. `folder` gets
+    weights before and after each, and a checkpoint of the last, unless `saves` is False. `start`: such a folder, of as
+    many steps. `poisoned`: the last rank has gradients that are not finite. `idle`: no step is made. `sleeps`: after
+    each step what is on the device leaves it, and comes back. `once`: an update's gradients are reduced once."""
     torch.manual_seed(0)
     config = config.with_policy(start / "model" if start and not config.model.lora.rank else None)
     engine = TorchEngine(config.model_settings, config.learner.optim, steps, ranks)
@@ -125,9 +129,13 @@ def take_steps(
     if ranks.leads:
         folder.mkdir(exist_ok=True)
     if poisoned and ranks.rank == ranks.size - 1:
-        engine.backward = lambda loss: TorchEngine.backward(engine, loss * float("inf"))
+        engine.backward = lambda loss, **more: TorchEngine.backward(engine, loss * float("inf"), **more)
+    for role in (engine, critic):
+        if role:
+            role.reduces_once = once
     passes = [_count_tower(role) for role in (engine, critic, reference) if role]
     towers: list[list[float]] = []
+    reductions: list[int] = []
     step = LearnerStep(Roles(engine, critic, reference, ranks), config.step_settings, total_steps=steps)
     processor = PromptProcessor(config.model)
     engine.companions = tuple(role for role in (critic, reference) if role)
@@ -137,7 +145,9 @@ def take_steps(
     first = 3 + steps if start else 3
     for version in range(first, first + steps * (not idle)):
         try:
-            metrics.append(step(batch, version))
+            with mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=foreach_reduce) as reducing:
+                metrics.append(step(batch, version))
+            reductions.append(reducing.call_count)
             if sleeps:
                 moved = engine.sleep()
                 asleep = (t for role in (engine, *engine.companions) for t in role._in_memory())
@@ -152,7 +162,7 @@ def take_steps(
         _save_weights(engine.published_state(), folder / f"{version - first + 1}.safetensors", ranks)
     if saves:
         _save_checkpoint(folder, Roles(engine, critic, reference, ranks), processor)
-    return {"metrics": metrics, "tower passes": towers}
+    return {"metrics": metrics, "tower passes": towers, "reductions": reductions}
 
 
 def _save_checkpoint(folder: Path, roles: Roles, processor: PromptProcessor) -> None:

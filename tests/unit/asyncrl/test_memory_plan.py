@@ -294,6 +294,21 @@ def test_the_learners_gpu_is_the_limit_where_there_is_no_budget(
     assert make_plan(config).phases[0].nbytes < phase.nbytes, "the logits of a chunk are counted, not all"
 
 
+def test_a_gpus_chunks_of_the_output_layer_are_counted_by_its_budget(
+    make_config: MakeConfig, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 48 GiB as three times a CPU's."""
+
+    def passing(device: str, gib: int, logits: int) -> int:
+        monkeypatch.setattr(output_head, "LOGITS_PER_CHUNK", logits)
+        config = planned(make_config, small, learner={"device": device}, gpu_memory={"budget_gib": gib})
+        return rehearse(config).passing
+
+    few, more = passing("cpu", 48, 2**17), passing("cpu", 48, 3 * 2**17)
+    assert few < more
+    assert (passing("cuda", 16, 2**17), passing("cuda", 48, 2**17)) == (few, more)
+
+
 def test_only_the_learner_needs_room_for_published_weights(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from asyncrl.memory_plan import GIB
 from asyncrl.memory_plan.live_bytes import LiveBytes
 from asyncrl.models import output_head
 from asyncrl.models.output_head import Entropy, OtherStates, OutputHead, TokenOutputs
@@ -20,14 +21,14 @@ COPIES = 4
 class Made:
     """A head, hidden states and targets, and one pass through them."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu_bytes: int = 0) -> None:
         torch.manual_seed(0)
         self.linear = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.linear.weight.grad = torch.zeros_like(self.linear.weight)
         self.hidden = torch.randn(TOKENS, WIDTH, requires_grad=True)
         self.targets = torch.randint(4, VOCABULARY, (TOKENS,))
         model = SimpleNamespace(get_output_embeddings=lambda: self.linear, config=SimpleNamespace())
-        self.head = OutputHead(model, temperature=0.7, banned=torch.tensor([1, 3]))
+        self.head = OutputHead(model, temperature=0.7, banned=torch.tensor([1, 3]), gpu_bytes=gpu_bytes)
 
     def run(self, entropy: Entropy) -> TokenOutputs:
         outputs = self.head(self.hidden, self.targets, entropy=entropy)
@@ -59,6 +60,18 @@ def test_chunks_change_memory_and_not_the_numbers(monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(made.linear.weight.grad, whole.linear.weight.grad)
     assert peak < (COPIES + 1.5 * (entropy == "gradient")) * 16 * VOCABULARY * 4 + 3 * made.linear.weight.nbytes
     assert peak < most / 5
+
+
+@pytest.mark.parametrize(("memory_gib", "tokens"), [(0, 16), (12, 16), (24, 32), (80, 80), (141, 144)])
+def test_a_gpus_chunks_grow_with_its_memory(monkeypatch: pytest.MonkeyPatch, memory_gib: int, tokens: int) -> None:
+    """By as much as a CPU's for each 16 GiB."""
+    monkeypatch.setattr(output_head, "LOGITS_PER_CHUNK", 16 * VOCABULARY)
+    made, seen = Made(memory_gib * GIB), list[int]()
+    made.linear.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+    with torch.no_grad():
+        made.head(made.hidden, made.targets)
+    assert max(seen) == tokens
+    assert sum(seen) == TOKENS
 
 
 def test_the_exact_kl_to_another_model_holds_few_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
