@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 crashed, 2 a mistake that the message says how to fix, 3 bad state,
     130 interrupted, 141 the reader of its output has gone."""
     parser = _parser()
-    names = _command_names(parser)
+    names = next(action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     word = next(iter(sys.argv[1:] if argv is None else argv), "-")
     if not word.startswith("-") and word not in names:
         parser.error(f"there is no command {word!r}.{did_you_mean(word, names)} {plugins.what_to_install('commands')}")
@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:
         arguments.overrides += rest
     for option in arguments.options if hasattr(arguments, "options") else ():
-        code = plugins.implementation(option.run)(arguments) if _is_given(option, arguments) else None
+        is_given = getattr(arguments, option.flag.lstrip("-").replace("-", "_"))
+        code = plugins.implementation(option.run)(arguments) if is_given else None
         if code is not None:
             return code
     return arguments.handler(arguments)
@@ -64,10 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_models(commands)
     _add_plugins(commands)
     return parser
-
-
-def _command_names(parser: argparse.ArgumentParser) -> Collection[str]:
-    return next(action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
 
 
 def _add_plugins(commands: argparse._SubParsersAction) -> None:
@@ -94,10 +91,6 @@ def _add_plugins(commands: argparse._SubParsersAction) -> None:
 
 def _handler(run: str) -> Callable[[argparse.Namespace], int]:
     return lambda arguments: plugins.implementation(run)(arguments)
-
-
-def _is_given(option: plugins.Option, arguments: argparse.Namespace) -> bool:
-    return bool(getattr(arguments, option.flag.lstrip("-").replace("-", "_")))
 
 
 def _add_runs(commands: argparse._SubParsersAction) -> None:

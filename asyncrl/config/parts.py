@@ -150,4 +150,4 @@ class RolloutWeights(Part):
 
 
 ROLLOUT_WEIGHTS = Parts("models", "rollout.quantization", RolloutWeights)
-TRACKERS = Parts("trackers", "telemetry.trackers", Part)
+TRACKERS = Parts("trackers", "telemetry.trackers", Part, takes_own=True)
