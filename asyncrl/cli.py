@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(argv: Sequence[str] | None) -> int:
     """Run a command, and raise what `main` turns into a line and a code."""
     parser = _parser()
-    names = _command_names(parser)
+    names = next(action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     word = next(iter(sys.argv[1:] if argv is None else argv), "-")
     if not word.startswith("-") and word not in names:
         parser.error(f"there is no command {word!r}.{did_you_mean(word, names)} {plugins.what_to_install('commands')}")
@@ -53,7 +53,8 @@ def run_command(argv: Sequence[str] | None) -> int:
     if rest:
         arguments.overrides += rest
     for option in arguments.options if hasattr(arguments, "options") else ():
-        code = plugins.implementation(option.run)(arguments) if _is_given(option, arguments) else None
+        is_given = getattr(arguments, option.flag.lstrip("-").replace("-", "_"))
+        code = plugins.implementation(option.run)(arguments) if is_given else None
         if code is not None:
             return code
     return arguments.handler(arguments)
@@ -69,10 +70,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_models(commands)
     _add_plugins(commands)
     return parser
-
-
-def _command_names(parser: argparse.ArgumentParser) -> Collection[str]:
-    return next(action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
 
 
 def _add_plugins(commands: argparse._SubParsersAction) -> None:
@@ -99,10 +96,6 @@ def _add_plugins(commands: argparse._SubParsersAction) -> None:
 
 def _handler(run: str) -> Callable[[argparse.Namespace], int]:
     return lambda arguments: plugins.implementation(run)(arguments)
-
-
-def _is_given(option: plugins.Option, arguments: argparse.Namespace) -> bool:
-    return bool(getattr(arguments, option.flag.lstrip("-").replace("-", "_")))
 
 
 def _add_runs(commands: argparse._SubParsersAction) -> None:

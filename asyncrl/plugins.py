@@ -216,12 +216,15 @@ class Parts(Generic[P]):
     kind: type[P]
     """Class of their descriptions."""
     built_in: dict[str, P] = field(default_factory=dict)
+    takes_own: bool = False
+    """True where a user's own part may be named as `file.py:Class`."""
 
     def find(self, name: object) -> P | None:
         """None where neither the core nor an installed plug-in has the name."""
         if not isinstance(name, str) or name in self.built_in:
             return self.built_in.get(str(name))
-        found = description(self.group, name) if name in installed(self.group) else None
+        own = self.kind(implementation=name) if self.takes_own and ":" in name else None
+        found = description(self.group, name) if name in installed(self.group) else own
         return found if isinstance(found, self.kind) else None
 
     def __getitem__(self, name: str) -> P:
@@ -231,7 +234,8 @@ class Parts(Generic[P]):
             names = list(self.all())
             there = f"there {'is only' if len(names) == 1 else 'are'} {', '.join(names) or 'none'}"
             near, install = did_you_mean(name, names), what_to_install(self.group)
-            raise ValueError(f"{self.key} is {name!r}, and {there}.{near} {install}")
+            own = "; your own is path/to/file.py:Class" * self.takes_own
+            raise ValueError(f"{self.key} is {name!r}, and {there}{own}.{near} {install}")
         return part
 
     def all(self) -> dict[str, P]:

@@ -70,7 +70,7 @@ def locate(name: str, builtins: Collection[str], setting: str, group: Group | No
 def what_it_may_be(name: str, builtins: Collection[str], setting: str, group: Group | None = None) -> str:
     """The rest of a sentence about a name that nothing has: `a file`, `a whole method`, or what may be meant."""
     file = Path(name).expanduser()
-    kind = "class" if setting == "environment.name" else "function"
+    kind = "class" if setting in ("environment.name", "telemetry.trackers") else "function"
     if name.endswith(".py") and file.is_file():
         node_type = ast.ClassDef if kind == "class" else ast.FunctionDef
         try:

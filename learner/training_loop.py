@@ -16,6 +16,7 @@ from asyncrl.run_folder.contents import EXPORT_FOLDER, save_config
 from asyncrl.run_folder.failure import kind_of
 from asyncrl.telemetry.jsonl import write_atomically
 from asyncrl.telemetry.timeline import LEARNER
+from asyncrl.telemetry.tracker import tracker_sources
 from learner.groups.ticket import ReceivedGroup
 from learner.loop.clean_stop import INTERRUPTED, StopAsked
 from learner.loop.policy_export import finish_export
@@ -78,7 +79,8 @@ def _begin(learner: Learner) -> None:
         logger.warning("%s", note)
     save_config(learner.config.run_path, dump_config(learner.config))
     write_atomically(config.run_path / ROW_DIGESTS, learner.writer.train_survey.digests(), durable=False)
-    learner.reporter.started(learner.progress.step, learner.engine.device)
+    trackers = tracker_sources(config.telemetry)
+    learner.reporter.started(learner.progress.step, learner.engine.device, trackers=trackers)
     learner.reporter.rows(learner.writer.bad_rows, held_out_trained=learner.writer.num_held_out_trained)
     changed_after = [change.after_step for change in recorded_updates(learner.journal, "inputs")[1:]]
     learner.reporter.inputs(

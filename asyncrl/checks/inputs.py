@@ -195,7 +195,8 @@ def check_rotary(longest: int, model: ModelConfig, described: Mapping[str, Any])
 def rotary_changes(described: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """Yield types of rotary positions of a config.json whose frequencies change, and the longest row before that."""
     text = text_part(described)
-    for rotary in _rotary_parts(text.get("rope_parameters") or text.get("rope_scaling") or {}):
+    settings = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    for rotary in (settings, *(of_layers for of_layers in settings.values() if isinstance(of_layers, Mapping))):
         kind = rotary.get("rope_type") or rotary.get("type")
         if kind not in CHANGING_ROTARY:
             continue
@@ -203,11 +204,6 @@ def rotary_changes(described: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
         until = before if kind != "dynamic" and before else text.get("max_position_embeddings")
         if isinstance(until, int):
             yield kind, until
-
-
-def _rotary_parts(described: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The settings, or those of each type of layer."""
-    return [described, *(part for part in described.values() if isinstance(part, Mapping))]
 
 
 def check_data(config: RunConfig, described: Mapping[str, Any], purpose: Purpose) -> None:

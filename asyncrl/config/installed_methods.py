@@ -89,7 +89,8 @@ def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     loss = method_of("policy_loss", str(loss_name))
     for method in filter(None, (loss, estimator)):
         for key, value in method.defaults.items():
-            filled[key] = _merged(value, filled[key]) if key in filled else value
+            own = filled.get(key, value)  # of a section, the given keys over the default ones
+            filled[key] = {**value, **own} if isinstance(value, dict) and isinstance(own, dict) else own
     return filled
 
 
@@ -97,11 +98,6 @@ def chosen_hooks(kind: Kind, algorithm: OpenSection) -> dict[str, tuple[Method, 
     """Hooks of a kind that an `algorithm` section chooses, by name, each with its settings."""
     given = algorithm.model_extra or {}
     return {name: (method, given[name]) for name, method in methods(kind).items() if name in given}
-
-
-def _merged(default: Any, given: Any) -> Any:
-    """A section's given keys over the default ones; anything else as it is given."""
-    return {**default, **given} if isinstance(default, dict) and isinstance(given, dict) else given
 
 
 @cache

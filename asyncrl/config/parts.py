@@ -163,4 +163,4 @@ class BaseWeights(RolloutWeights):
 
 ROLLOUT_WEIGHTS = Parts("models", "rollout.quantization", RolloutWeights)
 BASE_WEIGHTS = Parts("models", "model.quantization", BaseWeights)
-TRACKERS = Parts("trackers", "telemetry.trackers", Part)
+TRACKERS = Parts("trackers", "telemetry.trackers", Part, takes_own=True)

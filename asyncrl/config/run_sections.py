@@ -217,7 +217,7 @@ class TelemetryConfig(OpenSection):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe message in the logs of both processes."""
     trackers: tuple[str, ...] = ()
-    """Other programs that show the run, of plug-ins. metrics.jsonl is there in any case."""
+    """Programs that show the run, of plug-ins, or your own as `file.py:Class`. metrics.jsonl is there in any case."""
 
 
 class RunSections(OpenSection):

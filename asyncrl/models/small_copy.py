@@ -81,7 +81,8 @@ class SmallFamily:
         for self.described in _smaller(described):
             try:
                 with torch.device("meta"):
-                    parameters = sum(p.numel() for p in _language(self._build("eager")))
+                    named = self._build("eager").named_parameters()
+                parameters = sum(p.numel() for n, p in named if part_of(n.split(".")) == "language_model")
                 if parameters <= MOST_PARAMETERS:
                     self._find_plain_attention()
                     return
@@ -127,10 +128,6 @@ class SmallFamily:
 def first_line(error: Exception) -> str:
     """An error of a family's own code, for people."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def _language(model: Any) -> Iterator[torch.Tensor]:
-    return (p for name, p in model.named_parameters() if part_of(name.split(".")) == "language_model")
 
 
 def _draw(model: Any) -> None:

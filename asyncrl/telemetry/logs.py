@@ -39,11 +39,7 @@ def configure_logging(service: str, level: str | int = "INFO") -> None:
 
 def quiet_deepspeed() -> None:
     """Leave out DeepSpeed's warning of a machine without a GPU: transformers imports it wherever it is installed."""
-    logging.getLogger("DeepSpeed").addFilter(_is_of_use)
-
-
-def _is_of_use(record: logging.LogRecord) -> bool:
-    return "Setting accelerator to CPU" not in record.getMessage()
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
 
 
 @dataclass

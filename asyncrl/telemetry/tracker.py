@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import queue
@@ -9,14 +10,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from asyncrl.errors import UserError
-from asyncrl.plugins import Part, description, implementation
+from asyncrl.plugins import description, implementation, installed
 from asyncrl.telemetry.host_versions import installed_version
+from asyncrl.user_functions import UserFunction, load, locate, one_line, source_fingerprint
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -70,12 +73,8 @@ class Tracker(Protocol):
 
 def numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
     """The step of a line, and its other numbers except the clock's."""
-    values = {k: float(value) for k, value in record.items() if _is_number(value) and k not in ("step", "time")}
-    return int(record["step"]), values
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (hasattr(value, "item") and getattr(value, "ndim", 0) == 0)
+    values = {k: float(v) for k, v in record.items() if isinstance(v, int | float) or getattr(v, "ndim", 1) == 0}
+    return int(record["step"]), {name: value for name, value in values.items() if name not in ("step", "time")}
 
 
 logger = logging.getLogger(__name__)
@@ -87,13 +86,33 @@ SAMPLES_EVERY_STEPS = 20
 CLOSE_S = 10.0
 """Seconds to close all trackers. A launcher that stops a run waits ENDING_S (asyncrl.process_end) longer."""
 
+METHODS = {"__init__": 3, "step": 3, "evaluation": 3, "samples": 3, "close": 1}
+"""Methods of a tracker's class, and the number of their arguments, `self` among them."""
 Call = Callable[[Tracker], None]
 Opener = Callable[[TrackedRun], Tracker]
 
 
-def check_trackers(telemetry: TelemetryConfig) -> None:
-    """Raise UserError for a tracker whose package is missing. Imports none of them: they take seconds."""
+def own_tracker(name: str) -> UserFunction | None:
+    """The user's own class of this name in telemetry.trackers; None for a plug-in's. Raises UserError."""
+    return locate(name, installed("trackers"), "telemetry.trackers")
+
+
+def tracker_sources(telemetry: TelemetryConfig) -> dict[str, str]:
+    """Fingerprints of the user's own classes by their names; a file that is not there has none."""
+    sources: dict[str, str] = {}
     for name in telemetry.trackers:
+        with suppress(UserError):
+            sources |= {name: source_fingerprint(own)} if (own := own_tracker(name)) else {}
+    return sources
+
+
+def check_trackers(telemetry: TelemetryConfig) -> None:
+    """Raise UserError for a class of the user's that is no tracker, and for a plug-in's whose package is missing.
+    Imports none of the latter: they take seconds."""
+    for name in telemetry.trackers:
+        if own := own_tracker(name):
+            _own_class(own)
+            continue
         part = description("trackers", name)
         for package in part.packages:
             if installed_version(package) is None:
@@ -103,14 +122,32 @@ def check_trackers(telemetry: TelemetryConfig) -> None:
                 )
 
 
+def _own_class(own: UserFunction) -> Any:
+    """The user's class. Raises UserError, with its line, unless it has a tracker's methods."""
+    cls = load(own)
+    for name, arguments in METHODS.items():
+        method = getattr(cls, name, None)
+        with suppress(TypeError):  # there is no such method, or one of other arguments
+            inspect.signature(cast(Any, method)).bind(*range(arguments))
+            if method is not object.__init__ and not inspect.iscoroutinefunction(method):
+                continue
+        raise UserError(
+            f"telemetry.trackers: {own.name} ({own.path}:{inspect.getsourcelines(cls)[1]}) has no plain method {name} "
+            f"(arguments: {arguments}, `self` among them). A tracker has {', '.join(METHODS)}: docs/bring-your-own.md"
+        )
+    return cls
+
+
 def openers_of(telemetry: TelemetryConfig) -> dict[str, Opener]:
     """Functions that open the trackers of telemetry.trackers, by name; their modules are imported then."""
-    return {name: partial(_open, description("trackers", name), telemetry) for name in telemetry.trackers}
+    return {name: partial(_open, name, telemetry) for name in telemetry.trackers}
 
 
-def _open(part: Part, telemetry: TelemetryConfig, run: TrackedRun) -> Tracker:
-    settings = telemetry.settings_of(cast(Any, part.section)) if part.section else None
-    return implementation(part.implementation)(run, settings)
+def _open(name: str, telemetry: TelemetryConfig, run: TrackedRun) -> Tracker:
+    if own := own_tracker(name):
+        return _own_class(own)(run, None)
+    part = description("trackers", name)
+    return implementation(part.implementation)(run, telemetry.settings_of(part.section) if part.section else None)
 
 
 def open_trackers(telemetry: TelemetryConfig, run: TrackedRun, errors: Counter[str]) -> Trackers:
@@ -180,6 +217,7 @@ class TrackerThread:
         self._run = run
         self._opener = opener
         self._errors = errors
+        self._file = str(Path(tracker.rpartition(":")[0]).expanduser().absolute())
         self._has_warned = False
         self._queue: queue.Queue[Call | None] = queue.Queue(QUEUE_LENGTH)
         self._thread = threading.Thread(target=self._serve, name=f"tracker {tracker}", daemon=True)
@@ -200,8 +238,8 @@ class TrackerThread:
     def _serve(self) -> None:
         try:
             tracker = self._opener(self._run)
-        except Exception as error:
-            self._failed(f"it could not be opened: {type(error).__name__}: {error}")
+        except (Exception, SystemExit) as error:
+            self._failed(f"it could not be opened: {one_line(error, self._file)}")
             return
         is_open = True
         while is_open:
@@ -209,11 +247,11 @@ class TrackerThread:
             is_open = call is not None
             try:
                 call(tracker) if call else tracker.close()
-            except Exception as error:
-                self._failed(f"{type(error).__name__}: {error}")
+            except (Exception, SystemExit) as error:
+                self._failed(one_line(error, self._file))
 
     def _failed(self, why: str) -> None:
-        self._errors[f"tracker_{self._tracker}"] += 1
+        self._errors[f"tracker_{self._tracker.rpartition(':')[2]}"] += 1
         if not self._has_warned:
             self._has_warned = True
             logger.warning("%s lost some data; the run continues: %s (logged once)", self._tracker, why)

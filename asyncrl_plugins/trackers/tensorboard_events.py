@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from torch.utils.tensorboard import SummaryWriter
 
 from asyncrl.telemetry.tracker import Sample, TrackedRun, numbers
+from asyncrl_plugins.trackers.shown import flat
 
 FOLDER = "tensorboard"
 FLUSH_S = 10
@@ -26,7 +27,7 @@ class TensorBoardTracker:
         for evaluation in run.evaluations:
             self.evaluation(*numbers(evaluation))
         self._text(0, "configuration", f"```yaml\n{yaml.safe_dump(dict(run.config), sort_keys=False)}```")
-        self._writer._get_file_writer().add_summary(hparams_pb(dict(_flat(run.config))), 0)
+        self._writer._get_file_writer().add_summary(hparams_pb(dict(flat(run.config))), 0)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -68,12 +69,3 @@ def _table(sample: Sample) -> str:
 def _code(text: Any) -> str:
     line = " ".join(str(text or "").split()).replace("`", "'").replace("|", "\\|")
     return f"`{line}`" if line else ""
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield `section.key` and its value, lists as text."""
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value if isinstance(value, bool | int | float | str) else str(value)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-import uuid
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import Any
 
 import wandb
 
 from asyncrl.telemetry import tracker
 from asyncrl.telemetry.tracker import Sample, TrackedRun
 from asyncrl_plugins.trackers.plugin import WandbConfig
+from asyncrl_plugins.trackers.shown import COLUMNS, kept_name, rows
 
 ID_FILE = "wandb-id"
 logging.getLogger("wandb").setLevel(logging.WARNING)
-COLUMNS = ("step", "row", "image", "prompt", "answer", "completion", "reward", "status")
 
 
 class WandbTracker:
@@ -30,7 +29,7 @@ class WandbTracker:
         self._run = wandb.init(
             project=settings.project,
             name=str(run.run_path),
-            id=_run_id(run.run_path),
+            id=kept_name(run.run_path / ID_FILE),
             resume="allow",
             dir=str(run.run_path),
             mode=mode,  # pyright: ignore[reportArgumentType]  # what W&B does not know it refuses itself
@@ -55,22 +54,8 @@ class WandbTracker:
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         if step <= self._last_recorded:
             return
-        table = wandb.Table(columns=list(COLUMNS))
-        for sample in samples:
-            record, pictures = sample.record, sample.pictures()
-            shown = wandb.Image(pictures[0]) if pictures else None
-            for completion in record.get("completions", ()):
-                table.add_data(
-                    step,
-                    record.get("row_id"),
-                    shown,
-                    record.get("prompt"),
-                    record.get("answer"),
-                    completion.get("text"),
-                    completion.get("reward"),
-                    completion.get("status"),
-                )
-        self._log(step, {"samples": table})
+        data: list[Any] = [[row[name] for name in COLUMNS] for row in rows(step, samples, wandb.Image)]
+        self._log(step, {"samples": wandb.Table(columns=list(COLUMNS), data=data)})
 
     def _log(self, step: int, values: Mapping[str, object]) -> None:
         """Log, raising a step that W&B would reject after a resume (it is below W&B's own) to W&B's."""
@@ -78,11 +63,3 @@ class WandbTracker:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _run_id(run_path: Path) -> str:
-    """The W&B id that all processes of a run share."""
-    file = run_path / ID_FILE
-    if not file.exists():
-        file.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
-    return file.read_text(encoding="utf-8")

@@ -128,10 +128,10 @@ class Reporter:
         """Steps whose evaluation is recorded."""
         return {int(evaluation["step"]) for evaluation in self.recorder.evaluations()}
 
-    def started(self, step: int, device: torch.device) -> None:
-        """Record this process, which starts after `step`: its configuration is accepted."""
+    def started(self, step: int, device: torch.device, **more: Any) -> None:
+        """Record this process, which starts after `step`, and `more`: its configuration is accepted."""
         self._device = device
-        record_start(self.recorder.run_path, step, device_name(device))
+        record_start(self.recorder.run_path, step, device_name(device), **more)
 
     def rows(self, bad: Sequence[BadRow], *, held_out_trained: int) -> None:
         """Record the rows that the run leaves out, and how many held-out prompts are trained on, too."""
