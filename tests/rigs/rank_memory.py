@@ -93,7 +93,7 @@ def measure(config: RunConfig, ranks: Ranks, shape: Any) -> dict[str, int]:
             if critic:
                 critic.values(micro_batch)
             if reference:
-                reference.logprobs(micro_batch)
+                reference.forward(micro_batch)
         actor.backward(actor.forward(micro_batch, entropy="value").logprobs.sum())
         if critic:
             critic.backward(critic.values(micro_batch).sum())
