@@ -26,7 +26,6 @@ class Distillation:
     """The teachers of a run, and what they have said of the batch of the step."""
 
     trains_entropy = False
-    gives = frozenset({"reference_logprobs"})
     _gkd: GkdConfig | None = None
     """Settings where distributions are compared; None: `opd` reads the log-probs alone."""
     _teachers: Teachers
@@ -37,7 +36,7 @@ class Distillation:
 
     def prepare(self, algorithm: AlgorithmConfig, roles: Roles) -> None:
         self._gkd = algorithm.settings_of(GkdConfig) if algorithm.adv_estimator == "gkd" else None
-        self._teachers = Teachers(roles, top_k=self._gkd.top_k if self._gkd else 0)
+        self._teachers = Teachers(self._settings, roles, top_k=self._gkd.top_k if self._gkd else 0)
 
     def score(self, batch: Batch, scored: Scored, tokens_per_microbatch: int) -> Scored:
         self._said = self._teachers.score(batch, tokens_per_microbatch)
@@ -55,14 +54,17 @@ class Distillation:
         said = (self._said.ids[place].to(actor.device), self._said.classes[place].to(actor.device))
         return Comparison(divergence, said)
 
-    def __call__(self, seen: PolicyPass) -> AdditionalLoss | None:
-        """The divergence of each token's distributions. No importance weight is on it: it is a sum over the vocabulary
-        and no estimate from the token that was sampled."""
-        if self._gkd is None:
-            return None
-        assert seen.outputs.compared is not None
-        divergence = seen.outputs.compared
+    def __call__(self, seen: PolicyPass) -> AdditionalLoss:
+        """The divergence of each token's distributions, where it is a loss. No importance weight is on it: it is a sum
+        over the vocabulary, and no estimate from the token that was sampled."""
         place = seen.batch.places(seen.micro_batch.row, seen.micro_batch.column)
-        others = self._said.classes[place, -1].exp().to(divergence.device)
-        columns = {"teacher/divergence": divergence.detach(), "teacher/mass_of_others": others}
-        return AdditionalLoss(self._gkd.teacher_weight * divergence, columns)
+        loss, columns = torch.zeros_like(seen.outputs.logprobs.detach()), {}
+        if self._gkd is not None:
+            assert seen.outputs.compared is not None
+            loss = self._gkd.teacher_weight * seen.outputs.compared
+            others = self._said.classes[place, -1].exp().to(loss.device)
+            columns = {"teacher/divergence": seen.outputs.compared.detach(), "teacher/mass_of_others": others}
+        teacher = self._said.teacher[place].to(loss.device)
+        names = self._teachers.names if len(self._teachers.names) > 1 else ()
+        columns |= {f"teacher/share/{name}": (teacher == number).float() for number, name in enumerate(names)}
+        return AdditionalLoss(loss, columns)

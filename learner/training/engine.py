@@ -138,11 +138,8 @@ class TorchEngine:
     def forward(self, micro_batch: MicroBatch, **asked: Unpack[Asked]) -> TokenOutputs:
         """Log-probs of the policy, and what else is asked for of its distributions (`OutputHead`)."""
         self._sleeper.check_awake()
-
-        def compute() -> dict[str, Any]:
-            return vars(self.head(self._states(micro_batch), micro_batch.targets, **asked))
-
-        return TokenOutputs(**self.sharding.run(compute))
+        outputs = self.sharding.run(lambda: vars(self.head(self._states(micro_batch), micro_batch.targets, **asked)))
+        return TokenOutputs(**outputs)
 
     def states(self, micro_batch: MicroBatch) -> torch.Tensor:
         """[n, D] that the trained tokens are predicted from."""

@@ -6,7 +6,7 @@ it for each micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -81,19 +81,14 @@ class WatchingHook(LossHook, Protocol):
 
 @runtime_checkable
 class ScoringHook(LossHook, Protocol):
-    """Hook that scores batches before credit is given, with the models of the roles or with its own."""
-
-    @property
-    def gives(self) -> Collection[str]:
-        """Columns of Scored that the roles need not compute."""
-        ...
+    """Hook that scores batches in the place of the reference policy, before credit is given."""
 
     def prepare(self, algorithm: AlgorithmConfig, roles: Roles) -> None:
         """Load models of its own. The engines of the roles are prepared."""
         ...
 
     def score(self, batch: Batch, scored: Scored, tokens_per_microbatch: int) -> Scored:
-        """Scores of the roles with those of the hook among them. A collective."""
+        """Return the scores of the other roles with `reference_logprobs`. A collective."""
         ...
 
 

@@ -126,16 +126,16 @@ class LearnerStep:
         # log-probs are then the detached ones of the training pass itself, unless the whole batch needs them.
         num_updates = min(algorithm.updates_per_batch, len(batch.train_groups))
         moves = algorithm.proximal == "recompute" and num_updates > 1
+        reads_reference = "reference" in algorithm.needs and algorithm.kl_estimator != "full"
         wanted = {
             "proximal_logprobs": moves or algorithm.needs & {"proximal", "entropies"},
             "entropies": "entropies" in algorithm.needs,
             "squared_probabilities": "squared_probabilities" in algorithm.needs,
-            "reference_logprobs": "reference" in algorithm.needs and algorithm.kl_estimator != "full",
+            "reference_logprobs": reads_reference and not self.objective.scoring,
             "exact_kl": algorithm.kl_reward_coef and algorithm.kl_estimator == "full",
             "values": "critic" in algorithm.needs,
         }
-        given = {name for hook in self.objective.scoring for name in hook.gives}
-        names = [name for name, is_wanted in wanted.items() if is_wanted and name not in given]
+        names = [name for name, is_wanted in wanted.items() if is_wanted]
         where = f"step {version + 1}, scores before its updates"
         scored = self.budget.run(partial(self.roles.score, batch, names), batch.train_groups, where)
         for hook in self.objective.scoring:
