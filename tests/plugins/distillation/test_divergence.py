@@ -8,9 +8,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from asyncrl.memory_plan.live_bytes import LiveBytes
+from asyncrl.models import output_head
+from asyncrl.models.output_head import Comparison
 from asyncrl.models.sampling_distribution import sampling_logprobs
 from asyncrl_plugins.distillation.divergence import class_logprobs, generalised_jsd, likeliest
+from tests.unit.asyncrl.test_output_head import TOKENS, Made
+from tests.unit.asyncrl.test_output_head import VOCABULARY as HEAD_VOCABULARY
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 VOCABULARY, PLACES, TOP = 40, 6, 5
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
 
@@ -139,3 +145,30 @@ def test_without_the_class_of_others_the_reverse_kl_leads_away_from_the_teacher(
     assert bool((whole(near) < 0.5 * whole(start)).all())
     lost = descended(lambda x: without_the_others(x, teacher), start)
     assert bool((whole(lost) > whole(near) + 0.2).all())
+
+
+def test_chunks_of_tokens_bound_the_memory_and_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind an output head, forward and backward."""
+    results: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+    for tokens_per_chunk in (TOKENS, 16):
+        monkeypatch.setattr(output_head, "LOGITS_PER_CHUNK", tokens_per_chunk * HEAD_VOCABULARY)
+        made, others = Made(), Made()
+        torch.nn.init.normal_(others.linear.weight)
+        with torch.no_grad():
+            theirs = others.head.distributions(others.hidden)
+            ids = likeliest(theirs, TOP)
+            classes = class_logprobs(theirs, ids)
+
+        def compare(logprobs: torch.Tensor, ids: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+            return generalised_jsd(class_logprobs(logprobs, ids), classes, 0.5)
+
+        with LiveBytes("cpu", known=[made.linear.weight, made.hidden, ids, classes]) as live:
+            found = made.head(made.hidden, made.targets, comparison=Comparison(compare, (ids, classes))).compared
+            assert found is not None
+            found.sum().backward()
+        assert made.hidden.grad is not None
+        results.append((found, made.hidden.grad, live.peak))
+    (whole, gradient, most), (chunked, same, peak) = results
+    assert torch.equal(chunked, whole)
+    assert torch.equal(same, gradient)
+    assert peak < most / 5

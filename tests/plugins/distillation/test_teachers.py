@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
+from asyncrl.memory_plan.rehearsal import rehearse
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl_plugins.distillation.hook import Distillation
 from asyncrl_plugins.distillation.rows import Hint, hinted, text_of
@@ -121,6 +122,19 @@ def test_the_teacher_sees_the_hint_and_the_images_and_scores_the_same_tokens(
     torch.testing.assert_close(scored.reference_logprobs, expected, atol=1e-5, rtol=1e-5)
     plain = logprobs(roles.own_reference, batch.train_groups, batch)
     assert (expected - plain).abs().max() > 1e-3, "the hint changes what the teacher thinks"
+
+
+def test_the_memory_plan_has_every_teacher_once_and_no_second_pass(
+    make_config: MakeConfig, folders: dict[str, str]
+) -> None:
+    named = {"sum": folders["read"], "product": folders["read"], "default": folders["rest"]}
+    chosen = {"teachers": named, "teacher_key": "kind"}
+    rewards = rehearse(make_config())
+    one = rehearse(configured(make_config, reference=folders["rest"]))
+    two = rehearse(configured(make_config, reference=folders["rest"], distillation=chosen))
+    other = rehearse(configured(make_config, reference=folders["read"]))
+    assert two.reference == one.reference + other.reference > 0
+    assert two.passing == one.passing == rewards.passing
 
 
 @pytest.mark.parametrize("estimator", ["opd", "gkd"])
