@@ -55,7 +55,7 @@ only where the method is chosen.
 These are the core's, in `asyncrl/algorithms/` with their rows in `asyncrl/config/methods.py`. Plug-ins bring more:
 [research methods](../asyncrl_plugins/methods/README.md),
 [losses that learn from demonstrations](../asyncrl_plugins/demonstrations/README.md),
-[a teacher that scores the student's samples](../asyncrl_plugins/distillation/README.md),
+[teachers of the student's samples](../asyncrl_plugins/distillation/README.md),
 [masked and distorted images](../asyncrl_plugins/perception/README.md),
 [experts](../asyncrl_plugins/moe/README.md),
 [a choice of rows](../asyncrl_plugins/curricula/README.md), and
@@ -124,23 +124,50 @@ by `scripts/make_docs.py` from the rows in `plugin.py`.""",
 PLUGINS |= {
     "distillation": """# Distillation
 
-On-policy distillation: the student samples, and a teacher says of each token how likely it is. The credit of a token is
-log teacher - log student, which every token of every completion gets: no group has to differ
-([as a policy gradient](https://thinkingmachines.ai/blog/on-policy-distillation), arXiv 2306.13649). A reward function
-is named as in any run: it shows how good completions are, and teaches nothing.
+On-policy distillation: the student samples, and a teacher says how likely it finds each token. Every token of every
+completion is taught: no group has to differ. A reward function is named as in any run: it shows how good completions
+are, and teaches nothing unless `reward_weight` mixes it in.
 
 ```bash
 asyncrl train runs/demo-1/grpo/config.yaml opd reference.path=runs/demo-1/grpo/export run_dir=runs/taught
+asyncrl train runs/demo-1/grpo/config.yaml gkd reference.path=runs/demo-1/grpo/export algorithm.gkd.beta=0.1 \\
+  run_dir=runs/compared
+asyncrl train runs/demo-1/grpo/config.yaml opsd run_dir=runs/self-taught
 ```
 
-The teacher is the reference policy of the run: a model folder of the student's family with the student's tokenizer, of
-any size, loaded in the learner. A tokenizer with other ids is refused by name, where both folders have a
-`tokenizer.json`. It scores prompts with their images, on ranks too, under adapters and in turns on one GPU;
-`reference.offload=true` keeps it in host memory between its passes. Rewards are mixed in by
-`algorithm.opd.reward_weight`; `reference_kl` in metrics.jsonl is the distance that is left. Both policies score a
-step's samples once more before its update, which costs two forward passes.
+| word | the teacher says | gradient |
+|---|---|---|
+| `opd` | its log-prob of the sampled token | log teacher - log student as credit: that of the reverse KL in \
+the mean over samples ([a policy gradient](https://thinkingmachines.ai/blog/on-policy-distillation)) |
+| `gkd` | its `top_k` likeliest tokens, and the mass of all others | exact: a divergence of both distributions |
+| `opsd` | as in `gkd`, having seen the answer | as in `gkd` |
 
-Written by `scripts/make_docs.py` from the row in `plugin.py`.""",
+`gkd` compares `top_k` + 1 classes, the last being all other tokens, so that it is a divergence: at most that of the
+whole vocabulary, and 0 only where the classes agree. Terms of the likeliest tokens alone are none: a reverse KL of
+these falls while mass leaves them ([verl](https://github.com/verl-project/verl/pull/5041)), which a test here shows.
+With `top_k` as large as the vocabulary it is TRL's `generalized_jsd_loss`. Logits are there some tokens at a time.
+
+**Teachers.** The teacher is the reference policy of the run: a model folder of the student's family with the student's
+tokenizer, of any size, loaded in the learner. `algorithm.distillation.teachers` names several, by a column of the rows;
+one of them is `reference.path`, and each folder is loaded once. A tokenizer with other ids is refused by name, where
+both folders have a `tokenizer.json`; a vocabulary that is padded to another size is none. They score prompts with their
+images, one teacher after another, on ranks too, under adapters and in turns on one GPU; `reference.offload=true` keeps
+them in host memory between their passes. A teacher behind a server is not supported.
+
+**A teacher that sees more.** With `algorithm.distillation.privileged` the teacher scores the same tokens and images
+after a prompt with more in it, such as the answer or a worked solution. Without `reference.path` it is the model as the
+run began: a frozen copy, or with `model.lora.rank` the same weights without adapters (OPSD, arXiv 2601.18734);
+`reference.ema=0.99` lets it follow the student (SDFT, arXiv 2601.19897, which moves the teacher so). Rows without a
+teacher, or without a column that the text names, are bad rows (`data.on_bad_row`).
+
+**Stale samples.** `opd`'s credit is weighed by `algorithm.correction`, as any advantage. The divergence of `gkd` has no
+weight: it is a sum over the vocabulary, whichever policy has sampled. What the correction masks it leaves out.
+
+metrics.jsonl: `teacher/divergence` of `gkd`, and `teacher/mass_of_others`, the teacher's mass outside of its likeliest
+tokens; `reference_kl` of `opd`; with several teachers `teacher/share/NAME` of the tokens. A step costs a forward pass
+of the teacher, and with `opd` one of the student.
+
+Written by `scripts/make_docs.py` from the rows in `plugin.py`.""",
     "curricula": """# Curricula
 
 Prompt sources, which pass over rows by their latest groups: a row that taught nothing lately is visited less often. One
@@ -240,7 +267,7 @@ METHOD --dry-run` prints what a run would have: below `# Algorithm` in one line,
 learner's log and the report say, too, and a note for each schedule that the run is too short for.
 
 Not here: BRIDGE, PF-PPO, PKPO, PSR and NSR (right or wrong completions alone), OPMD, T-GRPO, VAPO's likelihood of right
-completions, preference losses (DPO, MPO), on-policy distillation, branched rollouts (VinePPO, trees)."""
+completions, preference losses (DPO, MPO), branched rollouts (VinePPO, trees)."""
 
 
 def _tables(methods: MethodSet) -> Iterator[str]:

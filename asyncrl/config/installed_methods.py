@@ -15,7 +15,7 @@ from asyncrl.config.methods import METHODS
 from asyncrl.config.sections import OpenSection, Section, names_in
 from asyncrl.errors import UserError, did_you_mean
 
-OF_PACKAGES = {"implementation", "name", "settings", "problems", "notes", "inserts", "bytes_per_token"}
+OF_PACKAGES = {"implementation", "name", "settings", "problems", "notes", "inserts", "bytes_per_token", "models"}
 USER_FIELDS = {field.name for field in fields(Method)} - OF_PACKAGES
 """Fields of Method that a user's METHODS may give: literals."""
 

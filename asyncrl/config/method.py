@@ -57,14 +57,6 @@ NO_CORRECTION: Mapping[str, Any] = {"correction": {"kind": "none"}}
 """Default of losses that weigh by target over behaviour themselves."""
 
 
-def no_bytes(config: Any) -> int:
-    return 0
-
-
-def no_notes(config: Any, total_steps: int) -> Iterable[str]:
-    return ()
-
-
 @dataclass(frozen=True)
 class Method:
     """An advantage estimator, policy loss, selection, group filter, or an addition to any of them, such as a hook."""
@@ -85,8 +77,10 @@ class Method:
     """Values of keys of the `algorithm` section that are left out where this method is chosen."""
     problems: Callable[[Any], Iterable[str]] = no_problems
     """Errors of a configuration (RunConfig) that chooses the method, each with its fix."""
-    notes: Callable[[Any, int], Iterable[str]] = no_notes
+    notes: Callable[[Any, int], Iterable[str]] = lambda config, total_steps: ()
     """Remarks of `--dry-run` on schedules that a run of so many steps is too short for."""
+    models: Callable[[Any], Mapping[str, str]] = lambda config: {}
+    """Folders of models that a loss hook loads in the learner, by the settings that name them, from a RunConfig."""
     plain_scores: bool = False
     """Read scores or components as they were given, so that no penalty may be in them."""
     compares_rows: bool = False
@@ -106,7 +100,7 @@ class Method:
     inserts: Callable[[Any], int] | None = None
     """Ticket hook: insert tokens, which losses that need `inserted` learn from. Gives, from its settings, how many of a
     group's last trajectories it may insert whole."""
-    bytes_per_token: Callable[[Any], int] = no_bytes
+    bytes_per_token: Callable[[Any], int] = lambda config: 0
     """Token trace: bytes that it adds to each token of a group, from a RunConfig. Imports no torch."""
     takes_from: str = "loss"
     """Selection: key of TAKES_FROM."""

@@ -293,7 +293,11 @@ class RunSections(OpenSection):
         """Models of the learner beside the policy that have weights of their own, by the settings that name them."""
         critic = self.critic_model if "critic" in self.algorithm.needs else None
         named = (("critic.path", critic), ("reference.path", self.reference_model))
-        return tuple((setting, model) for setting, model in named if model is not None)
+        own = {
+            setting: path for method in self.algorithm.chosen_methods for setting, path in method.models(self).items()
+        }
+        models = (*named, *((setting, self._whole_model(path)) for setting, path in own.items()))
+        return tuple((setting, model) for setting, model in models if model is not None)
 
     def with_policy(self, folder: Path | None) -> Self:
         """Configuration with the policy's weights in another folder, such as a checkpoint's; other models keep their

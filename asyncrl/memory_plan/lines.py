@@ -16,7 +16,6 @@ from asyncrl.config.parts import (
 from asyncrl.config.schema import RunConfig
 from asyncrl.config.service_sections import LearnerConfig, RolloutConfig
 from asyncrl.memory_plan import GIB
-from asyncrl.memory_plan.divided import DividedModel
 from asyncrl.memory_plan.rehearsal import ModelBytes
 from asyncrl.plugins import descriptions, implementation
 
@@ -88,7 +87,7 @@ def _fsdp_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Mem
     if not offloads:
         yield from part_lines(model, config.model.dtype, ranks)
     passing = working = 0
-    scored: list[DividedModel] = [model.divided_reference] if model.divided_reference else []
+    scored = list(model.divided_references)
     for engine in (model, model.critic) if model.critic else (model,):
         assert engine.divided is not None
         passing = max(passing, engine.passing)
@@ -115,9 +114,9 @@ def part_lines(model: ModelBytes, dtype: str, ranks: int) -> Iterator[MemoryItem
         critic = model.critic.divided
         what = f"1/{ranks} of {count(model.critic.parameters)} with optimiser state"
         yield MemoryItem("parts of the critic", critic.part(ranks) + 3 * critic.trained_part(ranks), what)
-    if reference := model.divided_reference:
+    if references := model.divided_references:
         what = f"1/{ranks} of its weights, in float32 what is trained of the policy"
-        yield MemoryItem("parts of the reference policy", reference.part(ranks), what)
+        yield MemoryItem("parts of the reference policy", sum(each.part(ranks) for each in references), what)
 
 
 def offloads_parts(learner: LearnerConfig) -> bool:

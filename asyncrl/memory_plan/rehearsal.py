@@ -82,12 +82,13 @@ class ModelBytes:
     critic: ModelBytes | None = None
     """The critic's own, where the algorithm needs one."""
     reference: int = 0
-    """Weights of a reference policy of its own, and its moving averages where they are not the weights themselves."""
+    """Weights of a reference policy of its own, with its moving averages where they are not the weights themselves, and
+    of models that methods load."""
     in_layers: int = 0
     """Most of `passing` once the last hidden states have their gradient."""
     divided: DividedModel | None = None
     """Model divided over ranks, where learner.engine divides it; `passing` is then without gathered weights."""
-    divided_reference: DividedModel | None = None
+    divided_references: tuple[DividedModel, ...] = ()
 
     @property
     def kept(self) -> int:
@@ -115,7 +116,7 @@ def rehearse(config: RunConfig) -> ModelBytes:
         if "critic" in config.algorithm.needs:
             critic = _rehearse(config.model_copy(update={"model": config.critic_model}), critic=True)
         reference, divided = _reference_bytes(config)
-        return replace(_rehearse(config), critic=critic, reference=reference, divided_reference=divided)
+        return replace(_rehearse(config), critic=critic, reference=reference, divided_references=divided)
     except UnpackableError as problem:
         raise NoPlanError(
             f"memory cannot be planned for models of the family {described.get('model_type')} ({config.model.path}): "
@@ -237,15 +238,14 @@ def _forget_gradients_of_layers(model: torch.nn.Module) -> None:
                 parameter.register_post_accumulate_grad_hook(forget)
 
 
-def _reference_bytes(config: RunConfig) -> tuple[int, DividedModel | None]:
-    if config.reference_model is None:
-        return 0, None
-    model = skeleton(config.reference_model)
-    freeze_parts(model, config.model)
-    averaged = [p for p in model.parameters() if p.requires_grad and p.dtype != torch.float32]
+def _reference_bytes(config: RunConfig) -> tuple[int, tuple[DividedModel, ...]]:
+    models = [skeleton(model) for setting, model in config.other_models if setting != "critic.path"]
+    for model in models:
+        freeze_parts(model, config.model)
+    averaged = [p for model in models for p in model.parameters() if p.requires_grad and p.dtype != torch.float32]
     averages = sum(4 * p.numel() for p in averaged) if config.reference.ema else 0
-    divided = divide(model) if config.learner.is_divided else None
-    return nbytes([*model.parameters(), *model.buffers()]) + averages, divided
+    divided = tuple(map(divide, models)) if config.learner.is_divided else ()
+    return sum(nbytes([*model.parameters(), *model.buffers()]) for model in models) + averages, divided
 
 
 # --- passes --------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def train_pass(
     outputs = head(chosen_from, torch.zeros_like(packed), entropy=entropy)
     assert outputs.entropies is not None
     loss = outputs.logprobs.sum() - outputs.entropies.sum()
-    for hook in hooks:  # its pass is there at the same time
+    for hook in (each for each in hooks if not hasattr(each, "before_pass")):  # its pass is there at the same time
         again = _hidden(model, layout, image_tokens)[0, packed]
         if head_is_done:
             again.register_hook(head_is_done)

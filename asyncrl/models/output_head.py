@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -98,17 +98,28 @@ class TokenOutputs:
     entropies: torch.Tensor | None = None
     squared_probabilities: torch.Tensor | None = None
     """Sum over the vocabulary of the squared probabilities of each token's distribution."""
-    other_kl: torch.Tensor | None = None
-    """KL of each token's distribution to another model's."""
+    compared: torch.Tensor | None = None
+    """[N, ...] what a Comparison has made of each token's distribution."""
 
 
 @dataclass(frozen=True)
-class OtherStates:
-    """Another model's states before the same tokens, and the head that makes its distributions of them."""
+class Comparison:
+    """A function of each token's distribution, and of what else is known of the token."""
 
-    head: OutputHead
-    hidden: torch.Tensor
-    """[N, D]"""
+    function: Callable[..., torch.Tensor]
+    """[n, V] log-probs and [n, ...] of each column -> [n, ...]. The backward pass calls it again."""
+    columns: tuple[torch.Tensor, ...] = ()
+    """[N, ...] each."""
+
+
+class Asked(TypedDict, total=False):
+    """Results of a pass beside the log-probs of the targets; what is left out is not computed."""
+
+    entropy: Entropy
+    squared_probabilities: bool
+    comparison: Comparison | None
+    as_sampled: bool
+    """Log-probs of the truncated distribution that an engine samples from."""
 
 
 class OutputHead:
@@ -139,35 +150,28 @@ class OutputHead:
         made._layer = layer
         return made
 
-    def __call__(
-        self,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        *,
-        entropy: Entropy = "none",
-        squared_probabilities: bool = False,
-        other: OtherStates | None = None,
-        as_sampled: bool = False,
-    ) -> TokenOutputs:
-        """Log-prob of each target [N] after each hidden state [N, D], and what else is asked for of its distribution.
-
-        `other`: the KL to this one's distributions. `as_sampled`: log-probs of the truncated distribution that an
-        engine samples from.
-        """
+    def __call__(self, hidden: torch.Tensor, targets: torch.Tensor, **asked: Unpack[Asked]) -> TokenOutputs:
+        """Log-prob of each target [N] after each hidden state [N, D], and what else is asked for of its
+        distribution."""
         tokens = max(1, self._larger * LOGITS_PER_CHUNK // self._vocabulary)
-        compute = partial(
-            self._compute_chunk,
-            entropy=entropy,
-            squared_probabilities=squared_probabilities,
-            other=other.head if other else None,
-            as_sampled=as_sampled,
-        )
+        compute = partial(self._compute_chunk, asked)
         if len(hidden) > tokens and torch.is_grad_enabled():
             compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
         # `split` of all: slices would each have a gradient as large as all of `hidden`.
-        columns = [hidden, targets] if other is None else [hidden, targets, other.hidden]
+        comparison = asked.get("comparison")
+        columns = [hidden, targets, *(comparison.columns if comparison else ())]
         found = [compute(*chunk) for chunk in zip(*(column.split(tokens) for column in columns), strict=True)]
         return TokenOutputs(**{name: torch.cat([chunk[name] for chunk in found]) for name in found[0]})
+
+    def kl_after(self, hidden: torch.Tensor) -> Comparison:
+        """KL of a model's distributions to this head's after its own hidden states [N, D] before the same tokens."""
+
+        def kl(logprobs: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                others = self.distributions(hidden)
+            return exact_kl(logprobs, others)
+
+        return Comparison(kl, (hidden,))
 
     def distributions(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, D] -> [N, V] log-probs. For few states at a time."""
@@ -175,33 +179,23 @@ class OutputHead:
         return sampling_logprobs(logits, temperature=self._temperature, banned=self._banned)
 
     def _compute_chunk(
-        self,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        other_hidden: torch.Tensor | None = None,
-        *,
-        entropy: Entropy,
-        squared_probabilities: bool,
-        other: OutputHead | None,
-        as_sampled: bool,
+        self, asked: Asked, hidden: torch.Tensor, targets: torch.Tensor, *columns: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """The columns of TokenOutputs that are asked for."""
         logprobs = self.distributions(hidden)
         found = {"logprobs": gather_logprobs(logprobs, targets)}
-        if as_sampled and self._truncation:
+        if asked.get("as_sampled") and self._truncation:
             cuts = {
                 name: torch.full((len(targets),), value, dtype=torch.float64, device=targets.device)
                 for name, value in self._truncation.items()
             }
             found["logprobs"] = found["logprobs"] - log_kept_mass(logprobs, targets, **cuts)
-        if squared_probabilities:
+        if asked.get("squared_probabilities"):
             with torch.no_grad():
                 found["squared_probabilities"] = logprobs.exp().square().sum(-1)
-        if other is not None and other_hidden is not None:
-            with torch.no_grad():
-                others = other.distributions(other_hidden)
-            found["other_kl"] = exact_kl(logprobs, others)
-        if entropy != "none":
+        if comparison := asked.get("comparison"):
+            found["compared"] = comparison.function(logprobs, *columns)
+        if (entropy := asked.get("entropy", "none")) != "none":
             with torch.set_grad_enabled(entropy == "gradient" and torch.is_grad_enabled()):
                 found["entropies"] = entropies(logprobs)
         return found

@@ -115,12 +115,12 @@ def zero_lines(model: ModelBytes, config: RunConfig, what: str) -> Iterator[Memo
     engines = [
         (engine, _zero(engine.divided, config)) for engine in ((model, model.critic) if model.critic else (model,))
     ]
-    reference = _zero(model.divided_reference, config) if model.divided_reference else None
+    references = [_zero(divided, config) for divided in model.divided_references]
     passing = max(engine.passing for engine, _ in engines)
     stepping = 0 if offloads else max(zero.stepping for _, zero in engines)
     on_its_way = max(zero.on_its_way for _, zero in engines)
     gathered = sum(zero.gathered for _, zero in engines)
-    if reference:
+    for reference in references:
         gathered += reference.gathered + reference.output_layer * (config.algorithm.kl_estimator == "full")
     yield MemoryItem("buckets", len(engines) * 4 * ZERO_BUCKET, "of gradients for a collective")
     if gathered:
@@ -170,7 +170,7 @@ def _kept_lines(model: ModelBytes, config: RunConfig) -> Iterator[MemoryItem]:
         yield MemoryItem(
             "critic's optimiser state", critic.gradients + 3 * critic.part, "gradients, masters and moments"
         )
-    if model.divided_reference:
+    if model.divided_references:
         reference = model.reference // (ranks if stage == 3 else 1)
         yield MemoryItem(
             "reference policy", reference, "weights and their moving averages" if config.reference.ema else "weights"

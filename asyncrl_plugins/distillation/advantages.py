@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from asyncrl.algorithms.advantages import grpo
 from asyncrl.algorithms.trajectories import Credit, Trajectories
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl_plugins.distillation.plugin import OpdConfig
+from asyncrl_plugins.distillation.settings import GkdConfig, OpdConfig
 
 
 def opd(t: Trajectories, config: AlgorithmConfig) -> Credit:
@@ -23,3 +25,10 @@ def opd(t: Trajectories, config: AlgorithmConfig) -> Credit:
     if settings.reward_weight:
         advantages = advantages + settings.reward_weight * grpo(t, config).advantages
     return Credit(advantages)
+
+
+def gkd(t: Trajectories, config: AlgorithmConfig) -> Credit:
+    """A share of GRPO's advantage; the teacher is in the loss, by the hook that compares distributions (generalised
+    knowledge distillation, section 3: reinforcement learning and on-policy distillation together)."""
+    credit = grpo(t, config)
+    return replace(credit, advantages=config.settings_of(GkdConfig).reward_weight * credit.advantages)

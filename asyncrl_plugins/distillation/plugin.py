@@ -1,69 +1,12 @@
-"""Row of the method: an entry of the entry point group `asyncrl.methods`. No torch."""
+"""Rows of the methods: an entry of the entry point group `asyncrl.methods`. No torch."""
 
 from __future__ import annotations
 
-import filecmp
-import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from pydantic import Field
 
 from asyncrl.config.method import Method, MethodSet
-from asyncrl.config.sections import Section
-
-if TYPE_CHECKING:
-    from asyncrl.config.schema import RunConfig
-
-
-class OpdConfig(Section):
-    """`adv_estimator: opd`: a teacher (`reference.path`) scores the student's own samples."""
-
-    teacher_weight: float = Field(default=1.0, gt=0)
-    """Weight of log teacher - log student at a token."""
-    reward_weight: float = Field(default=0.0, ge=0)
-    """Weight of GRPO's advantage of the rewards, beside the teacher's. At 0 rewards are only shown."""
-    largest: float = Field(default=10.0, gt=0)
-    """Largest distance of teacher and student at a token, in nats, that is taken: no single token decides a step."""
-
-
-def problems(config: RunConfig) -> Iterator[str]:
-    """Name what leaves the student without a teacher, or with one of another language, with the fix."""
-    teacher = config.reference.path
-    if not teacher or teacher == config.model.path:
-        yield (
-            f"algorithm.adv_estimator is opd, and reference.path is {teacher!r}: the student would be its own teacher. "
-            "Set reference.path to the teacher's folder"
-        )
-    if config.reference.moves:
-        yield (
-            "algorithm.adv_estimator is opd, and the reference moves: the student would become its own teacher. Leave "
-            "reference.reset_every_steps and reference.ema out"
-        )
-    if config.algorithm.kl_estimator == "full":
-        yield (
-            "algorithm.adv_estimator is opd, which reads the teacher's log-probs at sampled tokens, and "
-            "algorithm.kl_estimator is full. Set algorithm.kl_estimator=k1, or leave it out"
-        )
-    files = [Path(folder) / "tokenizer.json" for folder in (config.model.path, teacher)]
-    if teacher and all(file.is_file() for file in files) and not _same_ids(*files):
-        yield (
-            f"algorithm.adv_estimator is opd, and the tokenizer of reference.path {teacher!r} has other ids than "
-            f"that of model.path {config.model.path!r}. Choose a teacher with the student's tokenizer"
-        )
-
-
-def _same_ids(student: Path, teacher: Path) -> bool:
-    """Whether two tokenizers have the same ids. Equal files, the usual case, are not parsed: a configuration is checked
-    many times."""
-    return filecmp.cmp(student, teacher, shallow=False) or _ids(student) == _ids(teacher)
-
-
-def _ids(tokenizer: Path) -> tuple[Any, list[tuple[int, str]]]:
-    told = json.loads(tokenizer.read_text(encoding="utf-8"))
-    return told["model"].get("vocab"), sorted((token["id"], token["content"]) for token in told.get("added_tokens", ()))
-
+from asyncrl_plugins.distillation.rules import other_models, problems, section_problems
+from asyncrl_plugins.distillation.settings import DistillationConfig, GkdConfig, OpdConfig
 
 METHODS = MethodSet(
     advantages={
@@ -74,6 +17,31 @@ METHODS = MethodSet(
             needs={"proximal", "reference"},
             settings=OpdConfig,
             problems=problems,
+        ),
+        "gkd": Method(
+            "asyncrl_plugins.distillation.advantages:gkd",
+            formula="reward_weight * grpo, beside the loss teacher_weight JSD_beta(teacher, student)",
+            paper="2306.13649",
+            needs={"reference"},
+            settings=GkdConfig,
+            defaults={"distillation": {}},
+            problems=problems,
+        ),
+    },
+    loss_hooks={
+        "distillation": Method(
+            "asyncrl_plugins.distillation.hook:Distillation",
+            formula="log-probs of teachers for opd and gkd, by a column of the row, after a prompt with more in it",
+            settings=DistillationConfig,
+            problems=section_problems,
+            models=other_models,
+        )
+    },
+    ticket_hooks={
+        "distillation": Method(
+            "asyncrl_plugins.distillation.tickets:TeacherRows",
+            formula="rows that no teacher can score are bad rows",
+            settings=DistillationConfig,
         )
     },
     overlays=Path(__file__).parent / "overlays",

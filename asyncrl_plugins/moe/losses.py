@@ -21,8 +21,10 @@ from asyncrl_plugins.moe.shape import ExpertShape
 from learner.training.loss_hook import AdditionalLoss
 
 if TYPE_CHECKING:
+    from learner.training.batch import Batch
     from learner.training.engine import TorchEngine
     from learner.training.loss_hook import PolicyPass
+    from learner.training.packing import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class RouterLosses:
         """[layers, experts] of the update so far, on all ranks."""
         self._shape = ExpertShape(0, 0, 0)
 
-    def before_pass(self, actor: TorchEngine) -> None:
+    def before_pass(self, actor: TorchEngine, batch: Batch, micro_batch: MicroBatch) -> None:
         if self._watched is not actor.model:
             self._watch(actor.model)
             self._watched = actor.model

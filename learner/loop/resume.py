@@ -385,7 +385,7 @@ def update_settings(config: RunConfig) -> dict[str, Any]:
         settings[f"fingerprint of {function.path.name}"] = source_fingerprint(function)
     for setting, model in config.other_models:
         if setting == "reference.path" or model.path != config.model.path:  # a checkpoint holds no frozen weights
-            settings[f"fingerprint of {setting.partition('.')[0]} weights"] = base_fingerprint(model)
+            settings[f"fingerprint of {setting.removesuffix('.path')} weights"] = base_fingerprint(model)
     return settings
 
 

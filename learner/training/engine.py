@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from asyncrl.models.compiled_layers import compile_layers
 from asyncrl.models.export import write_whole
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import add_adapter, describe_adapter, resolve_adapter, write_adapter_folder
-from asyncrl.models.output_head import Entropy, OtherStates, OutputHead, TokenOutputs, hidden_states
+from asyncrl.models.output_head import Asked, OutputHead, TokenOutputs, hidden_states
 from asyncrl.models.parts import freeze_parts
 from asyncrl.models.small_copy import family_of
 from asyncrl.models.token_trace import Replay, TokenTrace, token_traces
@@ -62,7 +62,7 @@ class TorchEngine:
 
     def __init__(self, settings: ModelSettings, optim: OptimConfig, total_updates: int, ranks: Ranks = ALONE):
         """`total_updates` is the number of optimiser steps that the learning-rate schedule spans."""
-        self._settings = settings
+        self.settings = settings
         self._optim = optim
         self._total_updates = total_updates
         self.ranks = ranks
@@ -84,29 +84,30 @@ class TorchEngine:
     def prepare(self) -> None:
         """Load the model and build the optimiser. Raises UserError where its family cannot be trained."""
         self._check_packing()
-        base = BASE_WEIGHTS.find(self._settings.model.quantization)
+        base = BASE_WEIGHTS.find(self.settings.model.quantization)
         model: Any = load_model(
-            self._settings.model,
+            self.settings.model,
             device=torch.device("cpu") if base else self.sharding.load_device,
-            text_attention=SHARED_PREFIX_ATTENTION if self.packs else family_of(self._settings.model).attention,
-            stays_mapped=self.sharding.gathers or (base is not None and self.device.type != "cpu"),  # it is divided or moved
+            text_attention=SHARED_PREFIX_ATTENTION if self.packs else family_of(self.settings.model).attention,
+            # It is divided or moved.
+            stays_mapped=self.sharding.gathers or (base is not None and self.device.type != "cpu"),
         )
         if base:
             implementation(base.held_by_learner)(model, self.device)
-        check_outputs(model, self._settings.model)
+        check_outputs(model, self.settings.model)
         self._adapted: Any = None
         if self.adapter is not None:
-            self._adapted = add_adapter(model, self.adapter, seed=self._settings.seed)
+            self._adapted = add_adapter(model, self.adapter, seed=self.settings.seed)
             logger.info("the adapter of the %s is on layers %s", self.role, describe_adapter(model))
         else:
-            freeze_parts(model, self._settings.model)
-        if self._settings.learner.gradient_checkpointing:
+            freeze_parts(model, self.settings.model)
+        if self.settings.learner.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        if self._settings.learner.compile_layers:
+        if self.settings.learner.compile_layers:
             compile_layers(model)
         self.model: Any = model.train()
         if self.role == "actor":  # other roles are other models, or the policy that it was at first
-            self.traces = token_traces(self._settings.algorithm, self._settings.model)
+            self.traces = token_traces(self.settings.algorithm, self.settings.model)
             self._replays = {name: trace.replay(self.model) for name, trace in self.traces.items()}
         self._make_head()
         self.facts: EngineFacts = facts_of(self.model, self.adapter)
@@ -118,9 +119,9 @@ class TorchEngine:
         return not self.obstacle
 
     def _check_packing(self) -> None:
-        self.obstacle = packing_obstacle(self._settings.model)
+        self.obstacle = packing_obstacle(self.settings.model)
         if self.sharding.gathers_each_call and not self.obstacle:
-            self.obstacle = stateful_obstacle(self._settings.model)
+            self.obstacle = stateful_obstacle(self.settings.model)
         if self.obstacle:
             said = "each row of the %s is computed alone, which takes longer than packed groups: packed, %s"
             logger.warning(said, self.role, self.obstacle)
@@ -128,13 +129,13 @@ class TorchEngine:
     def _make_head(self) -> None:
         """Make what turns hidden states into this engine's outputs."""
         banned = sorted(special_token_ids(self.model.config, PLACEHOLDER_ID_NAMES))
-        rollout = self._settings.rollout
+        rollout = self.settings.rollout
         self.head = OutputHead(
             self.model,
             temperature=rollout.temperature,
             banned=torch.tensor(banned, dtype=torch.long, device=self.device),
             truncation={name: getattr(rollout, name) for name in UNTRUNCATED} if rollout.truncates else None,
-            gpu_bytes=gpu_bytes(str(self.device), self._settings.budget_gib),
+            gpu_bytes=gpu_bytes(str(self.device), self.settings.budget_gib),
         )
         self._fixed_tokens = fixed_tokens(self.model.get_output_embeddings().weight.shape[0], banned)
 
@@ -143,30 +144,11 @@ class TorchEngine:
         scale = LossScale() if self.facts.dtype == torch.float16 else None
         self.updates = self.sharding.updates(self._optim, self._total_updates, scale)
 
-    def forward(
-        self,
-        micro_batch: MicroBatch,
-        *,
-        entropy: Entropy = "none",
-        squared_probabilities: bool = False,
-        other: OtherStates | None = None,
-        as_sampled: bool = False,
-    ) -> TokenOutputs:
+    def forward(self, micro_batch: MicroBatch, **asked: Unpack[Asked]) -> TokenOutputs:
         """Log-probs of the policy, and what else is asked for of its distributions (`OutputHead`)."""
         self._sleeper.check_awake()
-
-        def compute() -> dict[str, Any]:
-            outputs = self.head(
-                self._states(micro_batch),
-                micro_batch.targets,
-                entropy=entropy,
-                squared_probabilities=squared_probabilities,
-                other=other,
-                as_sampled=as_sampled,
-            )
-            return vars(outputs)
-
-        return TokenOutputs(**self.sharding.run(compute))
+        outputs = self.sharding.run(lambda: vars(self.head(self._states(micro_batch), micro_batch.targets, **asked)))
+        return TokenOutputs(**outputs)
 
     def states(self, micro_batch: MicroBatch) -> torch.Tensor:
         """[n, D] that the trained tokens are predicted from."""
@@ -280,7 +262,7 @@ class TorchEngine:
         if self.adapter is None:
             self.save_model(processor, folder)
             return
-        spec, model = self.adapter, self._settings.model
+        spec, model = self.adapter, self.settings.model
         tensors = [(name, tensor.cpu()) for name, tensor in self.published_state()]
 
         def write(building: Path) -> None:

@@ -14,11 +14,12 @@ import torch
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.installed_methods import chosen_hooks
-from asyncrl.models.output_head import TokenOutputs
+from asyncrl.models.output_head import Comparison, TokenOutputs
 from asyncrl.plugins import implementation
 from learner.training.batch import Batch
 from learner.training.engine import TorchEngine
 from learner.training.packing import MicroBatch, TrainGroup
+from learner.training.roles import Roles, Scored
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,32 @@ class LossHook(Protocol):
 
 @runtime_checkable
 class WatchingHook(LossHook, Protocol):
-    """Hook that reads what the model computes on its way to the outputs."""
+    """Hook that takes part in the policy's own pass: reads what the model computes, or compares distributions."""
 
-    def before_pass(self, actor: TorchEngine) -> None:
-        """Watch the pass that comes next; the hook is called after it."""
+    def before_pass(self, actor: TorchEngine, batch: Batch, micro_batch: MicroBatch) -> Comparison | None:
+        """Watch the pass that comes next; the hook is called after it. `outputs.compared` then has what the comparison
+        gives, of which a pass has one."""
         ...
 
 
-def loss_hooks(algorithm: AlgorithmConfig) -> dict[str, LossHook]:
-    """Hooks that the configuration chooses, by the names of their methods."""
+@runtime_checkable
+class ScoringHook(LossHook, Protocol):
+    """Hook that scores batches in the place of the reference policy, before credit is given."""
+
+    def prepare(self, algorithm: AlgorithmConfig, roles: Roles) -> None:
+        """Load models of its own. The engines of the roles are prepared."""
+        ...
+
+    def score(self, batch: Batch, scored: Scored, tokens_per_microbatch: int) -> Scored:
+        """Return the scores of the other roles with `reference_logprobs`. A collective."""
+        ...
+
+
+def loss_hooks(algorithm: AlgorithmConfig, roles: Roles) -> dict[str, LossHook]:
+    """Hooks that the configuration chooses, by the names of their methods, with their models loaded."""
     found = chosen_hooks("loss_hook", algorithm)
-    return {name: implementation(method.implementation)(settings) for name, (method, settings) in found.items()}
+    hooks = {name: implementation(method.implementation)(settings) for name, (method, settings) in found.items()}
+    for hook in hooks.values():
+        if isinstance(hook, ScoringHook):
+            hook.prepare(algorithm, roles)
+    return hooks

@@ -18,7 +18,7 @@ from asyncrl.algorithms.selections import Selected, any_of
 from asyncrl.config.algorithm import AlgorithmConfig
 from learner.training.batch import Batch
 from learner.training.controllers import StepCoefficients
-from learner.training.loss_hook import PolicyPass, WatchingHook, loss_hooks
+from learner.training.loss_hook import PolicyPass, ScoringHook, WatchingHook, loss_hooks
 from learner.training.packing import MicroBatch, TrainGroup
 from learner.training.roles import Roles, Scored
 
@@ -123,9 +123,10 @@ class MicroLoss:
 class Objective:
     """Policy loss times correction, KL to the reference and entropy bonus, summed with fixed weights."""
 
-    def __init__(self, algorithm: AlgorithmConfig):
+    def __init__(self, algorithm: AlgorithmConfig, roles: Roles):
         self._algorithm = algorithm
-        self._hooks = loss_hooks(algorithm)
+        self._hooks = loss_hooks(algorithm, roles)
+        self.scoring = [hook for hook in self._hooks.values() if isinstance(hook, ScoringHook)]
         self._loss: LossFunction = load_method("policy_loss", algorithm.policy_loss, "algorithm.policy_loss")
 
     def __call__(
@@ -143,13 +144,14 @@ class Objective:
         algorithm, device, selected = self._algorithm, roles.actor.device, decided.selected
         is_exact = bool(algorithm.kl_loss_coef) and algorithm.loss_kl_estimator == "full"
         trains_entropy = decided.coefficients.entropy_coeff or any(h.trains_entropy for h in self._hooks.values())
-        for hook in self._hooks.values():
-            if isinstance(hook, WatchingHook):
-                hook.before_pass(roles.actor)
+        watching = [hook for hook in self._hooks.values() if isinstance(hook, WatchingHook)]
+        compared = [hook.before_pass(roles.actor, decided.batch, micro_batch) for hook in watching]
+        comparisons = [*filter(None, compared), *([roles.reference.exact_kl(micro_batch)] if is_exact else [])]
+        assert len(comparisons) < 2, "methods that compare distributions refuse each other"
         outputs = roles.actor.forward(
             micro_batch,
             entropy="gradient" if trains_entropy else "value",
-            other=roles.reference.other_states(micro_batch) if is_exact else None,
+            comparison=comparisons[0] if comparisons else None,
         )
         assert outputs.entropies is not None
         provenance = decided.batch.trained_provenance
@@ -174,7 +176,7 @@ class Objective:
         silent = decided.without_policy_loss[place].to(device)
         token_loss = torch.where(silent, 0.0, correction.weights * policy.token_loss)
         of_policy = torch.zeros_like(token_loss)  # terms of a distribution that was sampled from
-        kl = outputs.other_kl
+        kl = outputs.compared if is_exact else None
         if algorithm.kl_loss_coef and not is_exact:
             assert decided.scored.reference_logprobs is not None
             reference = decided.scored.reference_logprobs[place].to(device)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Unpack
 
 import torch
 from torch.nn.functional import linear
@@ -17,7 +18,7 @@ from torch.nn.functional import linear
 from asyncrl.config.part_settings import ModelSettings
 from asyncrl.config.service_sections import ReferenceConfig
 from asyncrl.errors import UserError
-from asyncrl.models.output_head import Layer, OtherStates
+from asyncrl.models.output_head import Asked, Comparison, Layer, TokenOutputs
 from learner.ranks.group import ALONE, Ranks
 from learner.training.engine import TorchEngine
 from learner.training.packing import MicroBatch
@@ -36,35 +37,35 @@ class Reference(TorchEngine):
 
     def __init__(self, settings: ModelSettings, reference: ReferenceConfig, ranks: Ranks = ALONE):
         super().__init__(settings, settings.learner.optim, 1, ranks)
-        self._moves = reference
+        self.config = reference
 
     def _make_updates(self) -> None:
         """Make no updates. A moving average of 16-bit weights is taken in fp32: its moves are too small for them."""
-        trained = [p for p in self.model.parameters() if p.requires_grad] if self._moves.moves else []
+        trained = [p for p in self.model.parameters() if p.requires_grad] if self.config.moves else []
         self._moving: list[torch.nn.Parameter] = trained
-        self.masters = self.sharding.masters(self.model if self._moves.ema else torch.nn.Module())
+        self.masters = self.sharding.masters(self.model if self.config.ema else torch.nn.Module())
         self.model.requires_grad_(False)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Inside, its weights are on the device; afterwards in host memory, where the settings ask for that. An error
         inside ends the run: nothing is moved then."""
-        if self._moves.offload:
+        if self.config.offload:
             self._sleeper.wake()
         yield
-        if self._moves.offload:
+        if self.config.offload:
             self._sleeper.sleep(self._tensors())
 
     def check_fits(self, actor: TorchEngine, *, compares_distributions: bool) -> None:
         """Raise UserError where it cannot be compared with the policy as the settings say, or cannot become it, or
         where there is no device to take it off."""
-        if self._moves.offload and self.device.type == "cpu":
+        if self.config.offload and self.device.type == "cpu":
             raise UserError(
-                f"reference.offload is true, but learner.device {self._settings.learner.device} is the CPU here, whose "
+                f"reference.offload is true, but learner.device {self.settings.learner.device} is the CPU here, whose "
                 "memory is the host's. Set reference.offload=false"
             )
-        where = f"reference.path is {self._settings.model.path!r}"
-        if self._moves.moves and self.facts.architecture != actor.facts.architecture:
+        where = f"reference.path is {self.settings.model.path!r}"
+        if self.config.moves and self.facts.architecture != actor.facts.architecture:
             raise UserError(
                 f"{where}, a model of another size than the policy, and can neither be set to it nor follow it. Leave "
                 "reference.reset_every_steps and reference.ema out"
@@ -77,38 +78,34 @@ class Reference(TorchEngine):
             )
 
     @torch.no_grad()
-    def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """[n] of the trained tokens."""
-        return self.forward(micro_batch).logprobs
-
-    @torch.no_grad()
-    def other_states(self, micro_batch: MicroBatch) -> OtherStates:
-        """Hidden states of the reference before the trained tokens, for a comparison of whole distributions.
+    def exact_kl(self, micro_batch: MicroBatch) -> Comparison:
+        """KL of the policy's distributions to the reference's, before the trained tokens.
 
         Where its weights are gathered while it computes, its output layer is copied: the policy computes with it.
         """
         states = self.states(micro_batch)
-        return OtherStates(self.head.with_layer(self._output_layer()) if self.sharding.gathers else self.head, states)
+        head = self.head.with_layer(self._output_layer()) if self.sharding.gathers else self.head
+        return head.kl_after(states)
 
     def _output_layer(self) -> Layer:
         layer = self.model.get_output_embeddings()
         assert isinstance(layer, torch.nn.Linear), "families whose output layer is another are not known"
         weights = self.sharding.weights_of(layer)
-        if self._settings.model.float32_head:
+        if self.settings.model.float32_head:
             return lambda hidden: linear(hidden.float(), *(weights[name].float() for name in weights))
         return partial(linear, **weights)
 
     @torch.no_grad()
     def follow(self, actor: TorchEngine, step: int) -> None:
         """Move as the settings say, after the policy's `step`-th step, from 1; a reset may be the optimiser's, too."""
-        every, ema = self._moves.reset_every_steps, self._moves.ema
+        every, ema = self.config.reset_every_steps, self.config.ema
         for engine in (self, actor):
             engine.sharding.changed()
         if every and step % every == 0:
             with self.on_device():
                 for mine, policys in zip(self._moving, actor.trained, strict=True):
                     self.sharding.local(mine).copy_(actor.sharding.local(policys))
-            if self._moves.reset_optimizer:
+            if self.config.reset_optimizer:
                 actor.forget_moments()
         if ema:
             with self.on_device():
@@ -118,14 +115,14 @@ class Reference(TorchEngine):
 
     def fall_asleep(self) -> int:
         """Sleep with the policy: nothing to do where the reference is in host memory between its uses."""
-        return 0 if self._moves.offload else super().fall_asleep()
+        return 0 if self.config.offload else super().fall_asleep()
 
     def wake_up(self) -> int:
-        return 0 if self._moves.offload else super().wake_up()
+        return 0 if self.config.offload else super().wake_up()
 
     def files(self, *, copies: bool) -> Write:
         """Weights, and the moving averages that they are the rounded values of."""
-        copies = copies or self._moves.offload  # it is on the device no more when they are written
+        copies = copies or self.config.offload  # it is on the device no more when they are written
         with self.on_device():
             weights = self.sharding.weights_files(WEIGHTS_FILE, copies=copies)
             averages = self.sharding.state_files(self.masters.state_dict(), AVERAGES_FILE, copies=copies)
@@ -159,12 +156,12 @@ class WithoutAdapters:
         """True if the reference is where the policy is."""
         return nullcontext()
 
-    def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """[n] of the trained tokens."""
+    def forward(self, micro_batch: MicroBatch, **asked: Unpack[Asked]) -> TokenOutputs:
+        """Outputs of the model without its adapters, without gradient."""
         with self._actor.reference():
-            return self._actor.forward(micro_batch).logprobs
+            return self._actor.forward(micro_batch, **asked)
 
-    def other_states(self, micro_batch: MicroBatch) -> OtherStates:
-        """Hidden states before the trained tokens; adapters never reach the output layer."""
+    def exact_kl(self, micro_batch: MicroBatch) -> Comparison:
+        """KL of the policy's distributions to the reference's; adapters never reach the output layer."""
         with self._actor.reference():
-            return OtherStates(self._actor.head, self._actor.states(micro_batch))
+            return self._actor.head.kl_after(self._actor.states(micro_batch))

@@ -99,19 +99,19 @@ class Roles:
                 micro_batch,
                 entropy="value" if "entropies" in wanted else "none",
                 squared_probabilities="squared_probabilities" in wanted,
-                other=self.reference.other_states(micro_batch) if "exact_kl" in wanted else None,
+                comparison=self.reference.exact_kl(micro_batch) if "exact_kl" in wanted else None,
             )
             found = {
                 "proximal_logprobs": outputs.logprobs,
                 "entropies": outputs.entropies,
                 "squared_probabilities": outputs.squared_probabilities,
-                "exact_kl": outputs.other_kl,
+                "exact_kl": outputs.compared,
             }
         if "values" in wanted:
             assert self.critic is not None
             found["values"] = self.critic.values(micro_batch)
         if "reference_logprobs" in wanted:
-            found["reference_logprobs"] = self.reference.logprobs(micro_batch)
+            found["reference_logprobs"] = self.reference.forward(micro_batch).logprobs
         return {name: values for name, values in found.items() if values is not None and name in wanted}
 
     def micro_batches(self, plan: Sequence[Sequence[Share]]) -> Iterator[MicroBatch]:
@@ -148,7 +148,7 @@ class Critic(TorchEngine):
     def _make_head(self) -> None:
         head = add_value_head(self.model, self.sharding.load_device)
         if self._has_folder:
-            read_score_head(head, self._settings.model)
+            read_score_head(head, self.settings.model)
         self._fixed_tokens = fixed_tokens(self.model.get_output_embeddings().weight.shape[0], [])
 
     def values(self, micro_batch: MicroBatch) -> torch.Tensor:

@@ -60,7 +60,7 @@ class LearnerStep:
         a = settings.algorithm
         self.estimator: AdvantageEstimator = load_method("advantage", a.adv_estimator, "algorithm.adv_estimator")
         self.select = Selections(a)
-        self.objective = Objective(a)
+        self.objective = Objective(a, roles)
         self.coefficients = Coefficients(a, total_steps)
 
     @cached_property
@@ -126,17 +126,20 @@ class LearnerStep:
         # log-probs are then the detached ones of the training pass itself, unless the whole batch needs them.
         num_updates = min(algorithm.updates_per_batch, len(batch.train_groups))
         moves = algorithm.proximal == "recompute" and num_updates > 1
+        reads_reference = "reference" in algorithm.needs and algorithm.kl_estimator != "full"
         wanted = {
             "proximal_logprobs": moves or algorithm.needs & {"proximal", "entropies"},
             "entropies": "entropies" in algorithm.needs,
             "squared_probabilities": "squared_probabilities" in algorithm.needs,
-            "reference_logprobs": "reference" in algorithm.needs and algorithm.kl_estimator != "full",
+            "reference_logprobs": reads_reference and not self.objective.scoring,
             "exact_kl": algorithm.kl_reward_coef and algorithm.kl_estimator == "full",
             "values": "critic" in algorithm.needs,
         }
         names = [name for name, is_wanted in wanted.items() if is_wanted]
-        score = partial(self.roles.score, batch, names)
-        scored = self.budget.run(score, batch.train_groups, f"step {version + 1}, scores before its updates")
+        where = f"step {version + 1}, scores before its updates"
+        scored = self.budget.run(partial(self.roles.score, batch, names), batch.train_groups, where)
+        for hook in self.objective.scoring:
+            scored = self.budget.run(partial(hook.score, batch, scored), batch.train_groups, where)
         behaviour = batch.behaviour_logprobs[batch.trained.flat]
         if scored.proximal_logprobs is not None:
             behaviour = torch.where(batch.trained_provenance.lacks_behaviour, scored.proximal_logprobs, behaviour)

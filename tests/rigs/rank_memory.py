@@ -94,7 +94,7 @@ def measure(config: RunConfig, ranks: Ranks, shape: Any, *, once: bool) -> dict[
             if critic:
                 critic.values(micro_batch)
             if reference:
-                reference.logprobs(micro_batch)
+                reference.forward(micro_batch)
         for is_last in (False, True) if once else (True,):
             actor.backward(actor.forward(micro_batch, entropy="value").logprobs.sum(), is_last=is_last)
         if critic:

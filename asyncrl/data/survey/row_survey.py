@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -64,9 +64,9 @@ class RowSurvey:
 
     source: str
     row_ids: Callable[[int], str] = field(repr=False)
-    facts: Sequence[RowFacts | None]
+    facts: list[RowFacts | None]
     """Facts of each row; None for one that was refused, or not looked at."""
-    refused: Mapping[int, str]
+    refused: dict[int, str]
     """Errors by index of row, of those that cannot be used whatever the limit is."""
     overlong: Mapping[int, str]
     """Errors by index of row, of those over data.max_prompt_length."""
@@ -117,6 +117,16 @@ class RowSurvey:
     def leaves_out(self, config: DataConfig) -> bool:
         """True if bad rows are left out; False if they keep a run from beginning, as `stop` and no usable row do."""
         return config.on_bad_row == "skip" and bool(self.usable)
+
+    def check(self, config: DataConfig, also_bad: Mapping[int, str] | None = None) -> None:
+        """Log bad rows, those among them that are `also_bad`, with reasons. Raises UserError where they keep a run from
+        beginning."""
+        for index, reason in (also_bad or {}).items():
+            self.facts[index], self.refused[index] = None, reason
+        if problem := self.describe_bad():
+            if not self.leaves_out(config):
+                raise UserError(problem)
+            logger.warning("left out (data.on_bad_row=skip): %s", problem)
 
     def describe_bad(self) -> str:
         """Count the bad rows and name the first; empty if there are none."""
@@ -253,10 +263,7 @@ class PromptRows:
     def usable(self) -> RowSurvey:
         """Survey all rows for a run. Raises UserError naming rows if none is usable, or one is bad under `stop`."""
         survey = self.survey()
-        if problem := survey.describe_bad():
-            if not survey.leaves_out(self._data):
-                raise UserError(problem)
-            logger.warning("left out (data.on_bad_row=skip): %s", problem)
+        survey.check(self._data)
         return survey
 
     def survey(self, sample: int = 0) -> RowSurvey:

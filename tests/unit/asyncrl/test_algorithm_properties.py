@@ -42,8 +42,9 @@ FOR_SMALL_BATCHES: dict[str, dict[str, Any]] = {
     "clip_cov": {"random_covariance": {"fraction": 0.3}},
     "kl_cov": {"top_covariance": {"fraction": 0.3}},
     "passk_training": {"passk_training": {"k": 2}},
+    "gkd": {"gkd": {"reward_weight": 1.0}},
 }
-"""Settings of methods whose defaults choose nothing in a small batch."""
+"""Settings of methods whose defaults choose nothing in a small batch, or give no credit for rewards."""
 SUM_TO_ZERO = [name for name in ("grpo", "dr_grpo", "rloo", "maxrl", "lite_ppo") if name in ESTIMATORS]
 quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 

@@ -10,7 +10,7 @@ import torch
 from asyncrl.memory_plan import GIB
 from asyncrl.memory_plan.live_bytes import LiveBytes
 from asyncrl.models import output_head
-from asyncrl.models.output_head import Entropy, OtherStates, OutputHead, TokenOutputs
+from asyncrl.models.output_head import Entropy, OutputHead, TokenOutputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS, VOCABULARY, WIDTH = 250, 1000, 16
@@ -80,9 +80,9 @@ def test_the_exact_kl_to_another_model_holds_few_distributions(monkeypatch: pyte
         monkeypatch.setattr(output_head, "LOGITS_PER_CHUNK", tokens_per_chunk * VOCABULARY)
         made, others = Made(), Made()
         torch.nn.init.normal_(others.linear.weight)
-        other = OtherStates(others.head, torch.randn(TOKENS, WIDTH))
-        with LiveBytes("cpu", known=[made.linear.weight, others.linear.weight, made.hidden, other.hidden]) as live:
-            kl = made.head(made.hidden, made.targets, other=other).other_kl
+        hidden = torch.randn(TOKENS, WIDTH)
+        with LiveBytes("cpu", known=[made.linear.weight, others.linear.weight, made.hidden, hidden]) as live:
+            kl = made.head(made.hidden, made.targets, comparison=others.head.kl_after(hidden)).compared
             assert kl is not None
             kl.sum().backward()
         assert made.hidden.grad is not None
@@ -90,9 +90,7 @@ def test_the_exact_kl_to_another_model_holds_few_distributions(monkeypatch: pyte
     (expected, gradient, most), (kl, chunked, peak) = results
     assert torch.equal(kl, expected)
     assert torch.equal(chunked, gradient)
-    ours, theirs = (
-        each.head.distributions(hidden).exp() for each, hidden in ((made, made.hidden), (others, other.hidden))
-    )
+    ours, theirs = (each.head.distributions(states).exp() for each, states in ((made, made.hidden), (others, hidden)))
     pointwise = torch.where(ours > 0, ours * (ours / theirs).log(), 0.0)
     torch.testing.assert_close(kl, pointwise.sum(-1))
     assert peak < most / 5
