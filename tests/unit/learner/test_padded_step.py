@@ -64,8 +64,8 @@ class PaddedEngine(SteppingEngine):
         number, first = torch.tensor([begin[row] for row in micro_batch.row.tolist()]).T
         inputs = padded_inputs(self.model, [(prompt, each.token_ids) for prompt, each in rows])
         logits = self.model(**inputs, use_cache=False).logits[number, first + micro_batch.column - 1]
-        banned = torch.tensor(sorted(PromptProcessor(self._settings.model).placeholder_ids))
-        logprobs = sampling_logprobs(logits, temperature=self._settings.rollout.temperature, banned=banned)
+        banned = torch.tensor(sorted(PromptProcessor(self.settings.model).placeholder_ids))
+        logprobs = sampling_logprobs(logits, temperature=self.settings.rollout.temperature, banned=banned)
         return TokenOutputs(gather_logprobs(logprobs, micro_batch.targets), entropies=entropies(logprobs))
 
 
