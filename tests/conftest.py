@@ -35,7 +35,7 @@ LONGEST = (
     "test_three_engines test_sglang_engine test_vllm_end_to_end test_vllm_device_channel test_vllm_video "
     "test_vllm_conversation test_vllm_engine test_vllm_lora test_vllm_agents test_vllm_quantization test_zero "
     "test_time_and_peers test_gpu_quarter_hour test_ranks test_sync test_resume test_torchrun test_demo test_vqa_demo "
-    "test_zero_families test_sglang_end_to_end test_sleeping_ranks test_memory_on_ranks test_lora_runs "
+    "test_zero_families test_runs_on_a_base test_sglang_end_to_end test_sleeping_ranks test_memory_on_ranks test_lora_runs "
     "test_fuzz_wire test_zero_runs test_inspect_page test_compose_run test_supervisor test_zero_memory "
     "test_mcp_environment test_end_to_end test_checkpoint_writing test_tiled_families test_segments "
     "test_finished_run test_replay test_run_scores test_cli_commands test_memory_plan_ranks "
