@@ -38,7 +38,7 @@ LONGEST = (
     "test_zero_families test_sglang_end_to_end test_sleeping_ranks test_memory_on_ranks test_lora_runs "
     "test_fuzz_wire test_zero_runs test_inspect_page test_compose_run test_supervisor test_zero_memory "
     "test_mcp_environment test_end_to_end test_checkpoint_writing test_tiled_families test_segments "
-    "test_finished_run test_replay test_run_scores test_cli_commands test_memory_plan_ranks "
+    "test_runs_on_a_base test_finished_run test_replay test_run_scores test_cli_commands test_memory_plan_ranks "
     "test_families_on_ranks test_agent test_zero_vision test_environment_pool test_chaos test_chaos_of_relays "
     "test_docs_commands test_changed_surroundings test_sft_on_ranks test_weight_relays test_panel "
     "test_sample_store test_third_party_plugin test_every_method test_report_browser test_vqa_from_scratch"

@@ -89,8 +89,7 @@ class TorchEngine:
             self.settings.model,
             device=torch.device("cpu") if base else self.sharding.load_device,
             text_attention=SHARED_PREFIX_ATTENTION if self.packs else family_of(self.settings.model).attention,
-            # It is divided or moved.
-            stays_mapped=self.sharding.gathers or (base is not None and self.device.type != "cpu"),
+            stays_mapped=self.sharding.gathers or (base is not None and self.device.type != "cpu"),  # it leaves below
         )
         if base:
             implementation(base.held_by_learner)(model, self.device)
