@@ -133,7 +133,7 @@ def test_a_teacher_of_a_padded_vocabulary_says_of_its_own_tokens_that_they_are_o
     """As large models of a family have more rows of the output layer than small ones, for tokens that nobody says."""
     padded = tmp_path / "padded"
     shutil.copytree(folders["rest"], padded)
-    model = load_model(make_config().model.model_copy(update={"path": str(padded)}), device=torch.device("cpu"))
+    model: Any = load_model(make_config().model.model_copy(update={"path": str(padded)}), device=torch.device("cpu"))
     rows = model.get_output_embeddings().weight.shape[0]
     model.resize_token_embeddings(rows + 9)
     with torch.no_grad():
@@ -154,10 +154,8 @@ def test_a_teacher_of_a_padded_vocabulary_says_of_its_own_tokens_that_they_are_o
 
 def test_the_line_of_a_run_names_a_method_of_two_kinds_once() -> None:
     algorithm = {"adv_estimator": "gkd", "gkd": {"beta": 0.1}, "distillation": {"privileged": "Think"}}
-    said = (
-        "gkd advantages, ppo loss, correction token_tis, with distillation, gkd.beta 0.1, distillation.privileged Think"
-    )
-    assert method_line(AlgorithmConfig.model_validate(algorithm)) == said
+    line = method_line(AlgorithmConfig.model_validate(algorithm))
+    assert line.endswith("token_tis, with distillation, gkd.beta 0.1, distillation.privileged Think")
 
 
 def test_the_memory_plan_has_every_teacher_once_and_no_second_pass(
