@@ -3,9 +3,9 @@
     python -m benchmarks.distillation FOLDER [--seeds 1 2 3] [--steps 20] [--student-steps 7] [key=value ...]
 
 GRPO runs are those of `asyncrl demo llm lora`, scored every second step. The teacher is what the first seed's GRPO has
-made of the model, merged. Students begin where GRPO began, and get no reward (`asyncrl train CONFIG opd`). Prints a
-table, and one line for each run to FOLDER/records.jsonl; a run that is there is not made again. CPU seconds are those
-of all processes of a run, the teacher's passes and the scores of held-out rows included.
+made of the model, merged. Students begin where GRPO began, and get no reward (`asyncrl train CONFIG opd`, `gkd`).
+Prints a table, and one line for each run to FOLDER/records.jsonl; a run that is there is not made again. CPU seconds
+are those of all processes of a run, the teacher's passes and the scores of held-out rows included.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from benchmarks.easy_vqa import read_records
 
 EVERY = 2
 """Steps between two scores of the held-out rows."""
+STUDENTS = ("opd", "gkd")
 
 
 def call(*words: str) -> float:
@@ -84,9 +85,9 @@ def main() -> None:
         records.append(train(folder, "grpo", seed, [*arguments.changes, f"trainer.max_steps={arguments.steps}"]))
         if not teacher.is_dir():
             call("-m", "asyncrl", "export", str(folder / f"grpo-{seed}"), str(teacher), "--merged")
-    for seed in arguments.seeds:
-        words = ["opd", f"reference.path={teacher}", f"trainer.max_steps={arguments.student_steps}"]
-        records.append(train(folder, "opd", seed, [*words, *arguments.changes]))
+    for method in STUDENTS:
+        words = [method, f"reference.path={teacher}", f"trainer.max_steps={arguments.student_steps}"]
+        records += [train(folder, method, seed, [*words, *arguments.changes]) for seed in arguments.seeds]
     table(records)
 
 

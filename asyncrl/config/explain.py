@@ -95,7 +95,7 @@ def method_line(config: AlgorithmConfig) -> str:
         of_loss.append(f"clip {config.clip_ratio_low:g}/{config.clip_ratio_high:g}{dual}")
     of_loss += [config.loss_agg_mode] if "loss_agg_mode" in told else []
     updates = config.updates_per_batch
-    additions = [name for kind in BY_SECTION for name in chosen_hooks(kind, config)]
+    additions = dict.fromkeys(name for kind in BY_SECTION for name in chosen_hooks(kind, config))
     correction = [config.correction.kind, *(f"{mask.kind} mask" for mask in config.correction.masks)]
     named = {*_NAMED, *_CLIP, "correction.kind", "correction.masks"}
     parts = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +20,7 @@ from learner.training.rank_plan import Share, plan_shares
 from learner.training.reference import Reference, WithoutAdapters
 
 if TYPE_CHECKING:
+    from asyncrl.processing.encoded_prompt import EncodedPrompt
     from learner.groups.ticket import ReceivedGroup
     from learner.training.batch import Batch
     from learner.training.packing import MicroBatch, TrainGroup
@@ -138,11 +138,15 @@ class Teachers:
                 f"row {item.ticket.prompt.row_id} has no text in column {missing[0]!r}, which "
                 "algorithm.distillation.privileged shows to the teacher. Leave the row or the setting out"
             )
-        prompt, processor = hinted(item.prompt, self._hint.of(columns)), batch.processor
-        encode = partial(processor.encode, prompt, item.blobs)
+        measured = batch.processor.measure(hinted(item.prompt, self._hint.of(columns)), item.blobs)
+
+        def with_pixels() -> EncodedPrompt:
+            plain = group.whole_prompt
+            return replace(measured, pixel_values=plain.pixel_values, video_pixel_values=plain.video_pixel_values)
+
         if group.encode is None:
-            return replace(group, prompt=encode(), traces={})
-        return replace(group, prompt=processor.measure(prompt, item.blobs), encode=encode, traces={})
+            return replace(group, prompt=with_pixels(), traces={})
+        return replace(group, prompt=measured, encode=with_pixels, traces={})
 
 
 def _received(group: TrainGroup, batch: Batch) -> ReceivedGroup:

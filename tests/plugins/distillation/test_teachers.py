@@ -13,9 +13,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.explain import method_line
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import UserError
 from asyncrl.memory_plan.rehearsal import rehearse
+from asyncrl.models.loading import load_model
 from asyncrl.processing.processor import PromptProcessor
 from asyncrl_plugins.distillation.hook import Distillation
 from asyncrl_plugins.distillation.rows import Hint, hinted, text_of
@@ -122,6 +125,37 @@ def test_the_teacher_sees_the_hint_and_the_images_and_scores_the_same_tokens(
     torch.testing.assert_close(scored.reference_logprobs, expected, atol=1e-5, rtol=1e-5)
     plain = logprobs(roles.own_reference, batch.train_groups, batch)
     assert (expected - plain).abs().max() > 1e-3, "the hint changes what the teacher thinks"
+
+
+def test_a_teacher_of_a_padded_vocabulary_says_of_its_own_tokens_that_they_are_others(
+    make_config: MakeConfig, folders: dict[str, str], tmp_path: Path
+) -> None:
+    """As large models of a family have more rows of the output layer than small ones, for tokens that nobody says."""
+    padded = tmp_path / "padded"
+    shutil.copytree(folders["rest"], padded)
+    model: Any = load_model(make_config().model.model_copy(update={"path": str(padded)}), device=torch.device("cpu"))
+    rows = model.get_output_embeddings().weight.shape[0]
+    model.resize_token_embeddings(rows + 9)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[rows:] = model.get_output_embeddings().weight[:9]
+    model.save_pretrained(padded)
+    config = configured(make_config, reference=str(padded))
+    roles = roles_of(config)
+    step = LearnerStep(roles, config.step_settings)
+    batch = made_up_batch(config, PromptProcessor(config.model))
+    metrics = step(batch, 2)
+    said = hook_of(step)._said
+    assert roles.own_reference is not None
+    assert roles.own_reference.facts.vocabulary == rows + 9
+    assert int(said.ids.max()) < rows
+    torch.testing.assert_close(said.classes.exp().sum(-1), torch.ones(len(said.classes)), atol=1e-5, rtol=0)
+    assert metrics["teacher/divergence"] > 0
+
+
+def test_the_line_of_a_run_names_a_method_of_two_kinds_once() -> None:
+    algorithm = {"adv_estimator": "gkd", "gkd": {"beta": 0.1}, "distillation": {"privileged": "Think"}}
+    line = method_line(AlgorithmConfig.model_validate(algorithm))
+    assert line.endswith("token_tis, with distillation, gkd.beta 0.1, distillation.privileged Think")
 
 
 def test_the_memory_plan_has_every_teacher_once_and_no_second_pass(
