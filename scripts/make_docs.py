@@ -163,6 +163,11 @@ teacher, or without a column that the text names, are bad rows (`data.on_bad_row
 **Stale samples.** `opd`'s credit is weighed by `algorithm.correction`, as any advantage. The divergence of `gkd` has no
 weight: it is a sum over the vocabulary, whichever policy has sampled. What the correction masks it leaves out.
 
+**Measured**, one run each on the digits of the demo (60 steps, seed 1, teacher 0.882, start 0.385, 400 held-out rows,
+2 busy cores, 2026-11-29): `gkd` with `beta` 0, 0.5 and 1 came to 0.723, 0.678 and 0.683, `opd` to 0.635; GRPO was at
+0.595 after 75 steps. `opsd` fell to 0.003: a teacher of 1.8 million parameters makes nothing of the answer in its
+prompt. Score the model with the hint first (`asyncrl eval` with `data.format_prompt`).
+
 metrics.jsonl: `teacher/divergence` of `gkd`, and `teacher/mass_of_others`, the teacher's mass outside of its likeliest
 tokens; `reference_kl` of `opd`; with several teachers `teacher/share/NAME` of the tokens. A step costs a forward pass
 of the teacher, and with `opd` one of the student.
