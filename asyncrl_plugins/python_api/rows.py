@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
-from PIL import Image
+from PIL import Image, ImageOps
 
 from asyncrl.errors import UserError
 
@@ -30,11 +30,11 @@ def files_of(data: Any, folder: Path, name: str) -> list[str]:
     else:
         if hasattr(table, "notna"):  # of pandas, whose mark of a missing value is a number
             table = table.astype(object).where(table.notna(), None).to_dict("records")
-        pq.write_table(_table(table, name), draft)
+        _write(_listed(table, name), name, draft)
     return [str(draft.replace(folder / f"{name}-{xxhash.xxh3_64_hexdigest(draft.read_bytes())[:8]}.parquet"))]
 
 
-def _table(rows: Iterable[Mapping[str, Any]], name: str) -> pa.Table:
+def _listed(rows: Iterable[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
     try:
         listed = [{key: _plain(value) for key, value in row.items()} for row in rows]
     except AttributeError:
@@ -44,24 +44,31 @@ def _table(rows: Iterable[Mapping[str, Any]], name: str) -> pa.Table:
             f"{name} has no rows: give a list of dicts such as {{'prompt': ..., 'answer': ...}}, a table of the "
             "datasets library or of pandas, or file names"
         )
+    return listed
+
+
+def _write(rows: Sequence[Mapping[str, Any]], name: str, file: Path) -> None:
     try:
-        return pa.Table.from_pylist(listed, _schema(listed))
-    except pa.ArrowException as problem:
-        raise UserError(f"{name}: rows differ in the type of a column: {problem}. Give each column one type") from None
-
-
-def _schema(rows: Sequence[Mapping[str, Any]]) -> pa.Schema:
-    """Schema of all columns: pyarrow's own has those of the first row alone."""
-    columns = dict.fromkeys(key for row in rows for key in row)
-    return pa.schema([(key, pa.array([row.get(key) for row in rows]).type) for key in columns])
+        # pyarrow's own schema has the columns of the first row alone.
+        columns = dict.fromkeys(key for row in rows for key in row)
+        schema = pa.schema([(key, pa.array([row.get(key) for row in rows]).type) for key in columns])
+        pq.write_table(pa.Table.from_pylist(rows, schema), file)
+    except (pa.ArrowException, OverflowError) as problem:
+        raise UserError(
+            f"{name} cannot be a Parquet file: {problem}. Give each column values of one type: texts, numbers up to 64 "
+            "bits, images, lists, and dicts with a key"
+        ) from None
 
 
 def _plain(value: Any) -> Any:
-    """The value, with PIL's images as PNG."""
+    """The value, with PIL's images upright as PNG, and paths as texts."""
     if isinstance(value, Image.Image):
-        png = BytesIO()
-        value.save(png, "PNG")
+        upright, png = ImageOps.exif_transpose(value), BytesIO()
+        known = upright.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+        (upright if known else upright.convert("RGB")).save(png, "PNG")
         return png.getvalue()
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return str(value) if isinstance(value, Path) else value

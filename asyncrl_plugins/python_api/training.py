@@ -8,9 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import yaml
 
-from asyncrl.config.load import dump_config, load_config
+from asyncrl.config.load import dump_config, find_overlay, load_config
 from asyncrl.config.schema import RunConfig
 from asyncrl.errors import BadStateError, ExitCode, UserError, file_hint
 from asyncrl.run_folder.contents import INPUTS_FOLDER
@@ -21,6 +22,8 @@ from asyncrl_plugins.python_api.rows import files_of
 from asyncrl_plugins.python_api.run import Run
 from asyncrl_plugins.python_api.source import place_of
 
+SET_BY_ARGUMENTS = ("reward.functions", "data.train_files", "data.val_files", "environment.name")
+"""Keys that the arguments `reward`, `data`, `held_out` and `environment` set."""
 Given = RunConfig | Mapping[str, Any] | str | Path
 Callback = Callable[[Run, dict[str, Any]], None]
 
@@ -55,6 +58,11 @@ def train(
     """
     if threading.current_thread() is not threading.main_thread():
         raise UserError("train() waits for signals, which reach a program's main thread alone. Call it there")
+    for key, argument in zip(SET_BY_ARGUMENTS, (reward, data, held_out, environment), strict=True):
+        if argument is not None and any(word.startswith((f"{key}=", f"{key}+=")) for word in overrides):
+            raise UserError(
+                f"{key} is given twice: by an argument of train(), and as {key}=... Leave one of the two out"
+            )
     inputs = _run_path(config, overrides) / INPUTS_FOLDER
     changes: dict[str, Any] = {}
     if reward is not None:
@@ -83,12 +91,18 @@ def train(
 
 def _run_path(config: Given, overrides: Sequence[str]) -> Path:
     """The run directory, before the configuration is whole: rows of the caller are written into it first."""
-    named = [word.partition("=")[2] for word in overrides if word.startswith("run_dir=")]
-    given = config if isinstance(config, Mapping) else yaml.safe_load(_text_of(config))
-    folder = named[-1] if named else (given or {}).get("run_dir")
-    if not folder:
+    overlays = (find_overlay(word) for word in overrides if "=" not in word)
+    texts = [_text_of(config), *(_text_of(file) for file in overlays)]
+    try:
+        named = [
+            given["run_dir"] for text in texts if isinstance(given := yaml.safe_load(text), dict) and "run_dir" in given
+        ]
+    except yaml.YAMLError as problem:
+        raise UserError(f"the configuration is no YAML: {' '.join(str(problem).split())}") from None
+    named += [word.partition("=")[2] for word in overrides if word.startswith("run_dir=")]
+    if not named:
         raise UserError("run_dir is not set: the configuration names the folder of the run. Add run_dir=runs/first")
-    return Path(folder)
+    return Path(named[-1])
 
 
 def _whole(config: Given, overrides: Sequence[str], changes: Mapping[str, Any]) -> RunConfig:
@@ -110,11 +124,25 @@ def _text_of(config: Given) -> str:
     if isinstance(config, RunConfig):
         return dump_config(config, whole=False)
     if isinstance(config, Mapping):
-        return yaml.safe_dump(dict(config))
+        try:
+            return yaml.safe_dump(_plain(config))
+        except yaml.YAMLError as problem:
+            raise UserError(
+                f"the configuration has a value that YAML has not: {problem}. Give texts and numbers"
+            ) from None
     try:
         return Path(config).read_text(encoding="utf-8")
     except OSError as problem:
         raise UserError(f"cannot read {config}: {problem.strerror}. {file_hint(Path(config))}") from None
+
+
+def _plain(value: Any) -> Any:
+    """The value with paths as texts, and numbers of numpy as Python's."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value.item() if isinstance(value, np.generic) else value
 
 
 class _Watch:

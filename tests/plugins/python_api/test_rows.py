@@ -55,8 +55,27 @@ def test_files_stay_files_and_a_name_follows_the_contents(tmp_path: Path) -> Non
     assert pq.read_table(first[0]).num_rows == 2
 
 
+def test_images_stand_upright_and_in_colours_of_png(tmp_path: Path) -> None:
+    """As the same photograph does from its file."""
+    photo = Image.fromarray(PIXELS)
+    exif = photo.getexif()
+    exif[0x0112] = 6
+    photo.save(tmp_path / "photo.jpg", exif=exif, quality=100)
+    rows = [{"prompt": "a", "images": [Image.open(tmp_path / "photo.jpg"), photo.convert("CMYK")]}]
+    (file,) = files_of(rows, tmp_path, "train")
+    shown = [Image.open(BytesIO(data)) for data in pq.read_table(file)["images"][0].as_py()]
+    assert [image.size for image in shown] == [(8, 6), (6, 8)]
+
+
 @pytest.mark.parametrize(
-    ("data", "says"), [([], "train has no rows"), ([1, 2], "train has no rows"), ([{"a": 1}, {"a": "x"}], "column")]
+    ("data", "says"),
+    [
+        ([{"meta": {}}], "cannot be a Parquet file"),
+        ([{"n": 1 << 80}], "64 bits"),
+        ([], "train has no rows"),
+        ([1, 2], "train has no rows"),
+        ([{"a": 1}, {"a": "x"}], "column"),
+    ],
 )
 def test_what_is_no_table_is_refused_with_the_fix(data: Any, says: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=says):

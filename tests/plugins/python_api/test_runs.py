@@ -75,7 +75,13 @@ def test_mistakes_are_errors_with_the_fix(config: RunConfig, tmp_path: Path) -> 
         asyncrl.train(given)
     with pytest.raises(UserError, match="run_dir is not set"):
         asyncrl.train({"model": {"path": "x"}})
+    with pytest.raises(UserError, match=r"data\.train_files is given twice"):
+        asyncrl.train(config, "data.train_files=[x.jsonl]", data=ROWS)
+    (tmp_path / "elsewhere.yaml").write_text(f"run_dir: {tmp_path / 'elsewhere'}\n")
+    with pytest.raises(UserError, match=r"learner\.max_stalenes"):
+        asyncrl.train({**given, "run_dir": Path("old")}, str(tmp_path / "elsewhere.yaml"), data=ROWS)
+    assert [file.suffix for file in (tmp_path / "elsewhere" / "inputs").iterdir()] == [".parquet"]
     with pytest.raises(UserError, match="there is no run in"):
         asyncrl.load(tmp_path / "nothing")
-    with pytest.raises(AttributeError, match=r"has no attribute 'trian'\. It has Run, load, train"):
+    with pytest.raises(AttributeError, match=r"has no attribute 'trian'\. It has Run, RunConfig, load, train"):
         asyncrl.trian  # pyright: ignore[reportAttributeAccessIssue] # noqa: B018

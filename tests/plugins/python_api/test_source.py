@@ -19,10 +19,13 @@ from asyncrl_plugins.python_api.source import place_of
 
 CELLS = '''
 from __future__ import annotations
-import math, re
+import functools, math, re
+import xml.etree.ElementTree
 import os.path as paths
 from collections import Counter as Tally
+from enum import Enum
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 NUMBER = re.compile(r"(\\d+)")
 WEIGHTS = {"right": 1.0, "long": [0.5, -1]}
@@ -52,6 +55,36 @@ def makes(factor):
     return scaled
 
 tripled = makes(3)
+
+SCALE = 10
+
+def round(number):
+    return SCALE * number
+
+@functools.lru_cache(maxsize=None)
+def cached(text):
+    return text.strip()
+
+def logged(function):
+    @functools.wraps(function)
+    def inner(sample):
+        return function(sample)
+    return inner
+
+class Mark(NamedTuple):
+    value: float
+
+class Kind(Enum):
+    FULL = SCALE
+
+@logged
+def everything(sample, kind: Literal["a"] = "a"):
+    node = xml.etree.ElementTree.fromstring("<a>1</a>")
+    return Mark(round(int(node.text)) + Kind.FULL.value + len(cached(" 7 "))).value
+
+def misspelt(sample):
+    return nowhere(sample)
+
 anonymous = lambda sample: 1.0
 
 def reads_a_file(sample):
@@ -87,6 +120,32 @@ def test_source_says_what_the_function_says_with_all_that_it_names(
     assert loaded(place)("7") == factor
 
 
+def test_decorators_shadowed_names_submodules_and_classes_of_all_kinds_travel(
+    cells: ModuleType, tmp_path: Path
+) -> None:
+    place = place_of(cells.everything, tmp_path)
+    assert loaded(place)(None) == cells.everything(None) == 10 + 10 + 1
+    assert "import Literal" in Path(place.rpartition(":")[0]).read_text()
+
+
+def test_a_function_of_a_file_beside_the_script_travels_as_source(
+    cells: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside.py").write_text("LIMIT = 3\n\n\ndef limited(number):\n    return min(number, LIMIT)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import beside  # pyright: ignore[reportMissingImports]
+
+    code = "def capped(sample):\n    return limited(9)\n\n\ndef through(sample):\n    return beside.limited(9)\n"
+    linecache.cache["<cell>"] = (len(code), None, list[str](code.splitlines(keepends=True)), "<cell>")
+    vars(cells).update(limited=beside.limited, beside=beside)
+    exec(compile(code, "<cell>", "exec"), vars(cells))
+    place = place_of(cells.capped, tmp_path / "inputs")
+    assert loaded(place)(None) == 3
+    assert "beside" not in Path(place.rpartition(":")[0]).read_text()
+    with pytest.raises(UserError, match="through reads the module beside, a file beside this script"):
+        place_of(cells.through, tmp_path / "inputs")
+
+
 def test_a_name_follows_the_source(cells: ModuleType, tmp_path: Path) -> None:
     """So that a resumed run with another function is found, and never meets the old one's file."""
     first = place_of(cells.reward, tmp_path)
@@ -114,6 +173,7 @@ def test_what_can_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.Monke
             "reads_a_file reads LIVE, which is TextIOWrapper of this process. Make it within",
         ),
         ("anonymous", "no name"),
+        ("misspelt", "misspelt reads nowhere, which is not defined"),
     ],
 )
 def test_what_cannot_travel_is_refused_with_the_fix(cells: ModuleType, tmp_path: Path, name: str, says: str) -> None:
