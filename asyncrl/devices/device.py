@@ -21,7 +21,6 @@ from asyncrl.config.sections import ModelConfig
 from asyncrl.config.service_sections import LearnerConfig, RolloutConfig, meant_device, meant_dtype
 from asyncrl.devices.gpu_assignment import GPUS_VARIABLE, listed_gpus
 from asyncrl.errors import UserError
-from asyncrl.memory_plan import GIB
 from asyncrl.model_files.folder import read_config, text_part
 
 OLDEST_DRIVER = {12: 525, 13: 580}
@@ -64,7 +63,7 @@ def gpu_bytes(learner_device: str, budget_gib: float = 0.0) -> int:
     """Memory of the GPU that learner.device means for this process, or its budget; 0 without one. Takes CUDA's context
     where there is no budget."""
     if learner_device != "cpu" and budget_gib:
-        return int(budget_gib * GIB)
+        return int(budget_gib * 2**30)
     name = meant_device(learner_device, cuda=torch.cuda.is_available())
     if name == "cpu" or not torch.cuda.is_available() or torch.device(name).index >= torch.cuda.device_count():
         return 0

@@ -49,6 +49,11 @@ def part_of(path: Sequence[str]) -> Part:
     return "vision_tower" if any(name in VISION_TOWER_NAMES for name in path) else "language_model"
 
 
+def trains_language_model(model: nn.Module) -> bool:
+    """Whether a parameter of the language model, or of an adapter on it, is trained."""
+    return any(p.requires_grad and part_of(name.split(".")) == "language_model" for name, p in model.named_parameters())
+
+
 def freeze_parts(model: nn.Module, config: ModelConfig) -> None:
     """Take the parts that `model.freeze_*` name out of training. Raises UserError where nothing is left."""
     frozen = config.frozen_parts

@@ -49,6 +49,8 @@ class Exported:
     """Record in the exported folder; None before there is one."""
     repository: str = ""
     """Name on the hub; empty where it is not known yet."""
+    page: str = ""
+    """README.md that the export has of its own, beside an adapter on a quantised base; empty where it has none."""
 
 
 def model_card(exported: Exported) -> str:
@@ -127,6 +129,10 @@ def _summary(exported: Exported) -> str:
 
 def _use(exported: Exported) -> str:
     config, name = exported.config, exported.repository or "ORG/NAME"
+    if exported.is_adapter and config.model.quantization:
+        told = exported.page.partition("\n")[2].replace("THIS_FOLDER", name).strip()
+        plain = "On the plain base it is another policy; README.md of the export has the code that loads it."
+        return told or f"The policy is this adapter beside its base in {config.model.quantization}. {plain}"
     model = "AutoModelForImageTextToText" if _sees(config) else "AutoModelForCausalLM"
     reader = "AutoProcessor" if _sees(config) else "AutoTokenizer"
     code = ", trust_remote_code=True" if "auto_map" in _described(config) else ""

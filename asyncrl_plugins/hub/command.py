@@ -17,7 +17,7 @@ from asyncrl.telemetry.jsonl import write_atomically
 from asyncrl.telemetry.recorder import CONFIG_FILE, is_finished
 from asyncrl_plugins.hub.card import Exported, model_card
 from asyncrl_plugins.hub.sources import hub_model
-from asyncrl_plugins.hub.upload import send
+from asyncrl_plugins.hub.upload import CARD, send
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 MADE_OF = ".asyncrl_export_of.json"
@@ -104,7 +104,8 @@ def _described(arguments: argparse.Namespace, folder: Path | None, repository: s
     config, record = load_config(run / CONFIG_FILE, []), read_record(folder) if folder else None
     is_adapter = ((folder or source) / ADAPTER_CONFIG).is_file()
     if folder is None and is_adapter:
-        would_merge = config.model.dtype == "float32" and not config.rollout.quantization
+        rounded = config.rollout.quantization or config.model.quantization
+        would_merge = config.model.dtype == "float32" and not rounded
         is_adapter = not (arguments.merged or (would_merge and not arguments.adapter))
     steps = [step for step, path in checkpoint_folders(run).items() if path == source.parent]
     return Exported(
@@ -115,4 +116,11 @@ def _described(arguments: argparse.Namespace, folder: Path | None, repository: s
         dtype=record.dtype if record else config.model.dtype,
         record=record,
         repository=repository,
+        page=_page_of(folder) if config.model.quantization else "",
     )
+
+
+def _page_of(folder: Path | None) -> str:
+    """README.md that an export has of its own, of an adapter on a quantised base; empty where there is none."""
+    page = folder / CARD if folder else None
+    return page.read_text(encoding="utf-8") if page and page.is_file() else ""

@@ -37,7 +37,10 @@ def send(folder: Path, card: str, repository: str, message: str, *, private: boo
     what = f"{folder} -> {repository} at {hub.endpoint}"
     with _said(f"{what}: the repository could not be made. Nothing was sent"):
         hub.create_repo(repository, private=True if private else None, exist_ok=True)
-        there = {file.rfilename for file in hub.model_info(repository).siblings or ()}
+        found = hub.model_info(repository)
+    if private and found.private is False:
+        raise UserError(f"--private: {repository} exists and is public, and nothing was sent. Name another one")
+    there = {file.rfilename for file in found.siblings or ()}
     others = sorted(there - {*files, CARD, ".gitattributes"})
     if others:
         print(f"note: {repository} has other files, which stay: {', '.join(others[:10])}{', ...' * (len(others) > 10)}")

@@ -23,6 +23,7 @@ from asyncrl.memory_plan.plan import check_plan, device_sharing
 from asyncrl.memory_plan.token_choice import settle_tokens
 from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.export import check_export
+from asyncrl.models.parts import trains_language_model
 from asyncrl.plugins import implementation
 from asyncrl.processing.processor import PromptProcessor
 from learner.groups.ticket import ReceivedGroup
@@ -122,7 +123,7 @@ class Trainer:
         self.reference = (
             Reference(config.reference_settings, config.reference, ranks) if config.reference_model else None
         )
-        if config.learner.engine == "fsdp2" and not config.model.freeze_language_model:  # else texts have no gradient
+        if config.learner.engine == "fsdp2" and trains_language_model(self.engine.model):  # else texts have no gradient
             reduce_once([role for role in (self.engine, self.critic) if role], room, ranks)
         if self.reference:
             self.reference.prepare()

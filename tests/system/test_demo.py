@@ -70,7 +70,8 @@ def test_the_wheel_has_the_packages_with_their_data_and_nothing_else(wheel: Path
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0] for name in names} == {*PACKAGES, "asyncrl-0.1.0.dist-info"}
     sources = {str(file.relative_to(ROOT)) for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
-    others = {f"asyncrl/demo/{name}.yaml" for name in ("sft", "grpo", "grpo_lora")} | {"protocol/README.md"}
+    others = {f"asyncrl/demo/{name}.yaml" for name in ("sft", "grpo", "grpo_lora")}
+    others |= {"protocol/README.md", "asyncrl/__init__.pyi"}
     shipped = [*(ROOT / "asyncrl" / "algorithms" / "overlays").glob("*.yaml"), *WARM_START.glob("*")]
     others |= {str(file.relative_to(ROOT)) for file in shipped}
     assert {name for name in names if "dist-info" not in name} == sources | others

@@ -45,6 +45,18 @@ def written_run(folder: Path, config: RunConfig, steps: int) -> RunConfig:
     return config
 
 
+def test_an_adapter_on_a_quantised_base_is_loaded_as_its_export_says(make_config: MakeConfig, tmp_path: Path) -> None:
+    """On the plain base it is another policy."""
+    lora = make_config(model={"lora": {"rank": 2}})
+    model = lora.model.model_copy(update={"quantization": "nf4"})
+    config = written_run(tmp_path, lora.model_copy(update={"model": model}), 2)
+    page = '# An adapter\n\nBase in 4 bits.\n\n```python\nload("THIS_FOLDER")\n```\n'
+    card = card_of(config, tmp_path, is_adapter=True, repository="acme/small", page=page)
+    assert 'Base in 4 bits.\n\n```python\nload("acme/small")' in card
+    assert "PeftModel.from_pretrained(base" not in card
+    assert "another policy" in card_of(config, tmp_path, is_adapter=True)
+
+
 @pytest.mark.slow
 def test_a_finished_run_is_described_by_its_own_figures(finished_run: Path) -> None:
     config = load_config(finished_run / CONFIG_FILE, [])
