@@ -25,7 +25,7 @@ from asyncrl.models.export import write_whole
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import add_adapter, describe_adapter, resolve_adapter, write_adapter_folder
 from asyncrl.models.output_head import Entropy, OtherStates, OutputHead, TokenOutputs, hidden_states
-from asyncrl.models.parts import freeze_parts
+from asyncrl.models.parts import checkpoint_layers, freeze_parts
 from asyncrl.models.small_copy import family_of
 from asyncrl.models.token_trace import Replay, TokenTrace, token_traces
 from asyncrl.processing.encoded_prompt import EncodedPrompt
@@ -96,7 +96,7 @@ class TorchEngine:
         else:
             freeze_parts(model, self._settings.model)
         if self._settings.learner.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(model, self._settings.learner.gradient_checkpointing)
         if self._settings.learner.compile_layers:
             compile_layers(model)
         self.model: Any = model.train()
