@@ -176,8 +176,9 @@ class LearnerConfig(OpenSection):
     cpu_threads: int = Field(default=0, ge=0)
     """Torch threads of a rank; 0 is all cores in sync mode, else half of them, divided by num_processes: all of them
     for one process that is slower than the sampling, chosen at its first step and kept."""
-    gradient_checkpointing: bool = False
-    """Keep each layer's input only and compute the layer again in the backward pass: less memory, a third more time."""
+    gradient_checkpointing: bool | int = Field(default=False, ge=0)
+    """Keep each layer's input only and compute the layer again in the backward pass: less memory, a third more time. A
+    number: the language model's first so many layers alone, which `true` becomes by what gpu_memory.budget_gib lets."""
     compile_layers: bool = False
     """Compile norms and gated layers (torch.compile): fewer passes over a GPU's memory, a minute more at the first
     step, and in 16 bits other roundings than the engine's. Needs a C++ compiler."""

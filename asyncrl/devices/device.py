@@ -60,8 +60,7 @@ def resolve_device(name: str, setting: str = "device") -> torch.device:
 
 
 def gpu_bytes(learner_device: str, budget_gib: float = 0.0) -> int:
-    """Memory of the GPU that learner.device means for this process, or its budget; 0 without one. Takes CUDA's context
-    where there is no budget."""
+    """Memory of the GPU that learner.device means here, or its budget; 0 without one. May take CUDA's context."""
     if learner_device != "cpu" and budget_gib:
         return int(budget_gib * 2**30)
     name = meant_device(learner_device, cuda=torch.cuda.is_available())

@@ -77,11 +77,6 @@ class MemoryPlan:
         return sum(max(0, phase.nbytes - self.budget) for phase in self.phases) if self.budget else 0
 
     @property
-    def engine_fills(self) -> bool:
-        """Whether an engine at work beside the learner takes what both leave for its cache."""
-        return self.sharing == "together" and memory_of_engine(self.config.rollout.engine).fills_device
-
-    @property
     def versions(self) -> int:
         """Most published versions in shared memory at a time (protocol/weights.py): the newest two, one that a slow
         server may have mapped, and one that is evaluated beside training."""
@@ -134,6 +129,11 @@ def device_sharing(config: RunConfig) -> Sharing:
     if assigned.learner and assigned.servers_per_gpu:
         return "together" if assigned.is_shared_with_learner else "apart"
     return "together" if config.on_one_device(cuda=torch.cuda.is_available()) else "apart"
+
+
+def engine_fills(config: RunConfig) -> bool:
+    """Whether an engine at work beside the learner takes what both leave for its cache."""
+    return device_sharing(config) == "together" and memory_of_engine(config.rollout.engine).fills_device
 
 
 def servers_per_gpu(config: RunConfig) -> int:

@@ -34,7 +34,7 @@ from asyncrl.model_files.folder import read_config
 from asyncrl.models.loading import has_vision, skeleton
 from asyncrl.models.lora import add_adapter, resolve_adapter
 from asyncrl.models.output_head import OutputHead, add_value_head
-from asyncrl.models.parts import freeze_parts, gathered_units
+from asyncrl.models.parts import checkpoint_layers, freeze_parts, gathered_units
 from asyncrl.models.published import published_tensors
 from asyncrl.plugins import implementation
 from asyncrl.processing.processor import PLACEHOLDER_ID_NAMES, special_token_ids
@@ -148,7 +148,7 @@ def _rehearse(config: RunConfig, *, critic: bool = False) -> ModelBytes:
     if critic:
         add_value_head(model, META)
     if config.learner.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model, config.learner.gradient_checkpointing)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = [*model.parameters(), *model.buffers()]
     divided = divide(model) if config.learner.is_divided else None
@@ -276,8 +276,7 @@ def train_pass(
         return
     banned = sorted(special_token_ids(model.config, PLACEHOLDER_ID_NAMES))
     banned = torch.tensor(banned, dtype=torch.long, device=device)
-    on, budget_gib = config.learner.device, config.gpu_memory.budget_gib
-    memory = gpu_bytes(on, budget_gib) or (0 if on == "cpu" else UNSEEN_GPU)
+    memory = gpu_bytes(on := config.learner.device, config.gpu_memory.budget_gib) or (on != "cpu") * UNSEEN_GPU
     head = OutputHead(model, temperature=config.rollout.temperature, banned=banned, gpu_bytes=memory)
     found = chosen_hooks("loss_hook", config.algorithm).values()
     hooks = [implementation(method.implementation)(settings) for method, settings in found]

@@ -81,8 +81,8 @@ def read_score_head(head: torch.nn.Linear, config: ModelConfig) -> None:
 LOGITS_PER_CHUNK = 2**26
 """Tokens x vocabulary of one chunk on a CPU: 256 MiB in fp32, 441 tokens of a vocabulary of 152k."""
 GPU_PER_CHUNK = 2**34
-"""Bytes of a GPU's memory for which its chunks grow by as much again: 2,207 tokens at 80 GiB, whose product with the
-weights keeps it busy. A pass holds four to six such tensors, up to a tenth of the memory."""
+"""Bytes of a GPU's memory for each such chunk: at 80 GiB 2,207 tokens, whose products keep it busy. A pass holds up to
+six tensors of that size, a tenth of the memory."""
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 """[N, D] -> [N, V]"""

@@ -63,3 +63,15 @@ def freeze_parts(model: nn.Module, config: ModelConfig) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         settings = ", ".join(f"model.freeze_{part}" for part in frozen)
         raise UserError(f"nothing of the model in {config.path} is trained with {settings}: set one of them to false")
+
+
+def checkpoint_layers(model: Any, layers: bool | int) -> None:
+    """Let layers be computed again in the backward pass: all of them, or of the language model the first `layers`
+    alone. It frees what the last ones keep before it computes the first ones again."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.disable_input_require_grads()  # by which a frozen tower would be computed again, and have gradients
+    names = set(model._no_split_modules or ())
+    found = [(name.split("."), module) for name, module in model.named_modules() if type(module).__name__ in names]
+    text = [module for path, module in found if part_of(path) == "language_model"]
+    for layer in text[len(text) if layers is True else layers :]:
+        layer.gradient_checkpointing = False

@@ -25,7 +25,7 @@ from asyncrl.memory_plan import GIB, size
 from asyncrl.memory_plan.lines import WORKING
 from asyncrl.memory_plan.plan import MemoryPlan, Phase, check_shared_memory, make_plan
 from asyncrl.memory_plan.rehearsal import NoPlanError
-from asyncrl.memory_plan.token_choice import settle_tokens
+from asyncrl.memory_plan.token_choice import settle_layers, settle_tokens
 from asyncrl.model_files.folder import check_weights
 from asyncrl.models.generation_settings import generation_config
 from asyncrl.models.loading import skeleton
@@ -92,11 +92,14 @@ def find_memory(config: RunConfig, devices: Sequence[Device]) -> Findings[Memory
     if chosen:
         yield Finding("micro-batches", chosen, "note")
     try:
+        config, layers = settle_layers(config, config.learner.num_processes)
         plan = make_plan(config)
     except NoPlanError as unknown:
         text, fix = split_fix(str(unknown))
         yield Finding("memory plan", text, "warning", fix)
         return None
+    if layers:
+        yield Finding("checkpointed layers", layers, "note")
     on_host: list[int] = []
     for place, phase in enumerate(plan.phases):
         is_servers = phase.name.startswith("engine")

@@ -16,7 +16,7 @@ from asyncrl.errors import ExitCode
 from asyncrl.memory_plan import GIB, size
 from asyncrl.memory_plan.lines import count
 from asyncrl.memory_plan.plan import MemoryPlan, Phase, make_plan
-from asyncrl.memory_plan.token_choice import settle_tokens
+from asyncrl.memory_plan.token_choice import settle_layers, settle_tokens
 from asyncrl.model_files.folder import is_hub_name, read_config, small_files
 from asyncrl_plugins.doctor.advice import advice
 from asyncrl_plugins.doctor.host_memory import host_items
@@ -47,8 +47,9 @@ def print_memory_table(target: Path, overrides: Sequence[str]) -> int:
             f"model.dtype=auto is {dtype} on this machine, which has no GPU. For a run on one: model.dtype=bfloat16"
         ]
     config, chosen = settle_tokens(changed(config, {"model.dtype": dtype}), gpu_bytes(config.learner.device))
+    config, layers = settle_layers(config, config.learner.num_processes)
     plan = make_plan(config)
-    print("\n".join([describe(plan), *notes, *([chosen] if chosen else [])]))
+    print("\n".join([describe(plan), *notes, *filter(None, (chosen, layers))]))
     return ExitCode.USER_ERROR if plan.excess else ExitCode.FINISHED
 
 

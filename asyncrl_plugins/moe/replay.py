@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from asyncrl.errors import BadStateError, UserError
 from asyncrl_plugins.moe.routers import routers, watch
@@ -78,7 +79,10 @@ class RoutingReplay:
             def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
                 return nullcontext(), self._taking(self._taken)
 
-            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+            again = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+            for layer in model.modules():
+                if getattr(layer, "gradient_checkpointing", False):
+                    layer._gradient_checkpointing_func = again
 
         def taking(rows: torch.Tensor) -> AbstractContextManager[None]:
             if self._shape.dtype == "<u2":

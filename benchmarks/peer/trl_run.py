@@ -42,7 +42,7 @@ def trl_settings(config: RunConfig, steps: int, rows_at_once: int, folder: str) 
         "use_cpu": config.learner.device == "cpu",
         "bf16": config.model.dtype == "bfloat16",
         "model_init_kwargs": {"dtype": config.model.dtype},
-        "gradient_checkpointing": config.learner.gradient_checkpointing,
+        "gradient_checkpointing": bool(config.learner.gradient_checkpointing),
         "max_steps": steps,
         "num_generations": batch.group_size,
         "per_device_train_batch_size": min(rows_at_once, rows),

@@ -17,10 +17,11 @@ import torch
 
 from asyncrl.config.installed_methods import chosen_hooks, method_of
 from asyncrl.config.schema import RunConfig, changed
+from asyncrl.devices.device import resolve_device
 from asyncrl.memory_plan import size
 from asyncrl.memory_plan.lines import CONTEXT_BYTES
-from asyncrl.memory_plan.plan import check_plan, device_sharing
-from asyncrl.memory_plan.token_choice import settle_tokens
+from asyncrl.memory_plan.plan import check_plan, device_sharing, engine_fills
+from asyncrl.memory_plan.token_choice import settle_layers, settle_tokens
 from asyncrl.model_files.folder import base_fingerprint
 from asyncrl.models.export import check_export
 from asyncrl.models.parts import trains_language_model
@@ -102,13 +103,17 @@ class Trainer:
         self.progress = Progress(config.total_steps(num_rows))
         warmup = config.critic.warmup_steps if "critic" in config.algorithm.needs else 0
         updates, waited = (steps * config.algorithm.updates_per_batch for steps in (self.progress.total_steps, warmup))
+        device = ranks.own(resolve_device(config.learner.device, "learner.device"))
+        config, said = settle_layers(with_token_budget(config, device, ranks), ranks.size)
+        if said and ranks.leads:
+            logger.info("%s", said)
+        room = check_room(config, device, ranks.size)
+        self.config = config
         self.engine = TorchEngine(config.model_settings, config.learner.optim, max(updates - waited, 1), ranks)
         adapter = self.engine.adapter
         self.base = base_fingerprint(config.model) if adapter else ""
         if checkpoint and state:
             check_adapter(checkpoint, state, adapter, self.base)
-        self.config = config = with_token_budget(config, self.engine.device, ranks)
-        room = check_room(config, self.engine.device, ranks.size)
         self.engine.prepare()
         if ranks.leads:
             check_export(self.engine.model, processor.processor)
@@ -185,6 +190,8 @@ class Trainer:
         if algorithm.replays_groups:
             values["replayed_groups"] = float(sum(item.is_replayed for item in groups))
         values |= self.step.roles.work.report(self.ranks, self.engine.device)
+        if type(layers := self.config.learner.gradient_checkpointing) is int:
+            values["memory/checkpointed_layers"] = float(layers)
         return batch, values | {"staleness/bound": float(self.bound)}
 
     def snapshot(self, run_id: str, building: Path, *, copies: bool) -> Snapshot:
@@ -237,22 +244,19 @@ def with_token_budget(config: RunConfig, device: torch.device, ranks: Ranks) -> 
 
 def check_room(config: RunConfig, device: torch.device, ranks: int) -> int:
     """Plan the memory of a GPU without a budget too (with one, the launch has). Raises UserError where it cannot fit:
-    said in seconds, with the settings that help, instead of by CUDA in the first long batch.
-
-    Returns the bytes that the plan leaves to each of several ranks. On a CPU they divide a quarter of all memory, which
-    is the same after a restart: weights, gradients and moments of all take 16 bytes where a whole gradient takes 4.
-    """
+    said in seconds, with the settings that help, instead of by CUDA in the first long batch. Returns the bytes that are
+    left to each of several ranks: on CPUs of a quarter of the memory, which restarts do not change."""
     budget_gib, on_gpu = config.gpu_memory.budget_gib, device.type == "cuda"
+    if ranks == 1 and (budget_gib or not on_gpu):
+        return 0
     if not budget_gib and not on_gpu:
         return psutil.virtual_memory().total // (4 * ranks)
-    if budget_gib and ranks == 1:
-        return 0
     config = changed(config, {"learner.num_processes": ranks})  # torchrun says how many
     plan = check_plan(config, torch.cuda.get_device_properties(device).total_memory if on_gpu else 0)
     if plan is None:
         return 0
     logger.info("planned: at most %s on %s", size(plan.peak), device)
-    return 0 if plan.engine_fills else plan.budget - plan.phases[0].nbytes
+    return 0 if engine_fills(config) else plan.budget - plan.phases[0].nbytes
 
 
 def reduce_once(roles: Sequence[TorchEngine], room: int, ranks: Ranks) -> None:

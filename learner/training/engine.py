@@ -26,7 +26,7 @@ from asyncrl.models.export import write_whole
 from asyncrl.models.loading import load_model
 from asyncrl.models.lora import add_adapter, describe_adapter, resolve_adapter, write_adapter_folder
 from asyncrl.models.output_head import Asked, OutputHead, TokenOutputs, hidden_states
-from asyncrl.models.parts import freeze_parts
+from asyncrl.models.parts import checkpoint_layers, freeze_parts
 from asyncrl.models.small_copy import family_of
 from asyncrl.models.token_trace import Replay, TokenTrace, token_traces
 from asyncrl.plugins import implementation
@@ -101,7 +101,7 @@ class TorchEngine:
         else:
             freeze_parts(model, self.settings.model)
         if self.settings.learner.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(model, self.settings.learner.gradient_checkpointing)
         if self.settings.learner.compile_layers:
             compile_layers(model)
         self.model: Any = model.train()

@@ -44,8 +44,7 @@ class Sharding(Protocol):
         ...
 
     def reduce_gradients(self, now: bool) -> None:
-        """Sum gradients over ranks in the next backward pass, or let whole ones add up on each rank until a later pass.
-        Called where `TorchEngine.reduces_once`."""
+        """Sum gradients over ranks in the next backward pass, or in a later one (`TorchEngine.reduces_once`)."""
         ...
 
     def updates(self, optim: OptimConfig, total_updates: int, scale: LossScale | None = None) -> Updates:

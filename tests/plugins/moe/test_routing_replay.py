@@ -13,6 +13,7 @@ import transformers
 from asyncrl.attention.shared_prefix import SHARED_PREFIX_ATTENTION, register
 from asyncrl.config.schema import RunConfig
 from asyncrl.models.output_head import hidden_states, scaled_logits
+from asyncrl.models.parts import checkpoint_layers
 from asyncrl.processing.encoded_prompt import EncodedPrompt
 from asyncrl_plugins.moe.replay import RoutingReplay
 from asyncrl_plugins.moe.settings import RoutingReplayConfig
@@ -163,3 +164,10 @@ def test_what_has_no_recorded_experts_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=told):
         make_config(algorithm={"routing_replay": {}}, **changes)
+
+
+def test_layers_that_keep_their_activations_go_on_keeping_them() -> None:
+    model = model_of().train()
+    checkpoint_layers(model, 1)
+    trace().replay(model)
+    assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False, False]
