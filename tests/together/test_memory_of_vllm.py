@@ -15,6 +15,7 @@ from asyncrl.errors import UserError
 from asyncrl.memory_plan import GIB, lines
 from asyncrl.memory_plan.plan import make_plan
 from asyncrl.memory_plan.rehearsal import rehearse
+from asyncrl.memory_plan.token_choice import settle_layers
 from asyncrl.models.loading import load_model
 from asyncrl_plugins.doctor.advice import advice
 from asyncrl_plugins.doctor.host_memory import host_items
@@ -125,3 +126,13 @@ def test_ranks_that_take_turns_are_proposed_with_a_server_that_divides_the_model
     assert re.search(r"learner\.engine=fsdp2 learner\.num_processes=[24] rollout\.tensor_parallel_size=2 ", said)
     together = said.partition("Together ")[2]
     assert "lora" not in together, "what trains fewer weights comes last"
+
+
+def test_vllm_leaves_no_room_in_which_layers_keep_their_activations(
+    one_thread: None, make_config: MakeConfig, small: Path
+) -> None:
+    """It fills what the budget has, with its cache."""
+    config = planned(make_config, small, learner={"gradient_checkpointing": True})
+    beside = {"gpu_memory.budget_gib": 40, "learner.device": "cuda", "rollout.device": "cuda", "rollout.engine": "vllm"}
+    whole = changed(config, beside)
+    assert settle_layers(whole, 1) == (whole, "")
