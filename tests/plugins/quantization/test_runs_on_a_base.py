@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from asyncrl.demo.scoring import evaluate
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import RunConfig, changed
@@ -17,6 +16,7 @@ from asyncrl.models.lora import is_adapter_folder, read_adapter
 from asyncrl.run_folder.export_record import read_record
 from learner.service import Learner
 from tests.rigs.adapters import lora_config
+from tests.rigs.plain_accuracy import plain_accuracy
 from tests.rigs.small_runs import logs
 from tests.rigs.two_processes import run_both
 from tests.system.test_end_to_end import lines
@@ -57,7 +57,7 @@ def test_a_run_raises_the_reward_and_exports_its_policy(make_config: MakeConfig,
     assert is_adapter_folder(run / "export")
     assert "load_in_4bit=True" in (run / "export" / "README.md").read_text()
     last = lines(run / "evaluations.jsonl")[-1]["accuracy"]
-    assert evaluate(config, run / "export").accuracy == pytest.approx(last, abs=1e-9)
+    assert plain_accuracy(config, run / "export") == pytest.approx(last, abs=1e-9)
 
 
 def test_in_turns_or_killed_it_ends_with_the_same_bits(make_config: MakeConfig, tmp_path: Path) -> None:
