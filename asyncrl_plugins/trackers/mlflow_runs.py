@@ -14,7 +14,7 @@ import yaml
 
 from asyncrl.telemetry.tracker import SAMPLES_EVERY_STEPS, Sample, TrackedRun
 from asyncrl_plugins.trackers.plugin import MlflowConfig
-from asyncrl_plugins.trackers.shown import TEXTS, flat, kept_name, rows
+from asyncrl_plugins.trackers.shown import TEXTS, OnceShown, flat, kept_name, rows
 
 FOLDER = "mlflow"
 ID_FILE = "mlflow-id"
@@ -26,7 +26,7 @@ later steps are files of the same form. A table that grows is none: pandas would
 _REFUSED = re.compile(r"[^\w\-. :/]")
 
 
-class MlflowTracker:
+class MlflowTracker(OnceShown):
     def __init__(self, run: TrackedRun, settings: MlflowConfig):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # of its users to its makers; read at the import
         import mlflow  # pyright: ignore[reportMissingImports]  # an extra
@@ -57,13 +57,6 @@ class MlflowTracker:
         for start in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(made, params=params[start : start + MOST_PARAMS])
         return made
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step > self._last_recorded:  # steps made again from the journal are the same
-            self._log(step, metrics)
-
-    def evaluation(self, step: int, results: Mapping[str, float]) -> None:
-        self._log(step, {f"held_out/{name}": value for name, value in results.items()})
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         if step <= self._last_recorded:

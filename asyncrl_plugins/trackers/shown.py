@@ -17,6 +17,22 @@ TEXTS = tuple(name for name in COLUMNS if name != "image")
 """Columns of a table in a tracker whose tables hold no images."""
 
 
+class OnceShown:
+    """A tracker that shows each step once: those that a resumed run makes again from its journal are the same."""
+
+    _last_recorded: int
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step > self._last_recorded:
+            self._log(step, metrics)
+
+    def evaluation(self, step: int, results: Mapping[str, float]) -> None:
+        self._log(step, {f"held_out/{name}": value for name, value in results.items()})
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+
 def rows(step: int, samples: Sequence[Sample], image: Callable[[Image], Any] = lambda _: None) -> list[dict[str, Any]]:
     """The table's rows, by column. `image` makes the tracker's own of a group's first picture; without a picture the
     cell is None."""

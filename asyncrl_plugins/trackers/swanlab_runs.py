@@ -10,7 +10,7 @@ import swanlab  # pyright: ignore[reportMissingImports]  # an extra
 
 from asyncrl.telemetry.tracker import Sample, TrackedRun
 from asyncrl_plugins.trackers.plugin import SwanLabConfig
-from asyncrl_plugins.trackers.shown import TEXTS, kept_name, rows
+from asyncrl_plugins.trackers.shown import TEXTS, OnceShown, kept_name, rows
 
 FOLDER = "swanlab"
 ID_FILE = "swanlab-id"
@@ -22,7 +22,7 @@ QUIET: dict[str, Any] = {
 """Nothing is asked, and what the process prints, its command line, its packages and its load stay here."""
 
 
-class SwanLabTracker:
+class SwanLabTracker(OnceShown):
     def __init__(self, run: TrackedRun, settings: SwanLabConfig):
         self._last_recorded = run.last_recorded
         os.environ.setdefault("SWANLAB_LOG_DIR", str((run.run_path / FOLDER).absolute()))
@@ -38,12 +38,8 @@ class SwanLabTracker:
             settings=swanlab.Settings(**QUIET),
         )
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step > self._last_recorded:  # steps made again from the journal are the same
-            self._run.log(metrics, step=step)
-
-    def evaluation(self, step: int, results: Mapping[str, float]) -> None:
-        self._run.log({f"held_out/{name}": value for name, value in results.items()}, step=step)
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log(values, step=step)
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         if step <= self._last_recorded:

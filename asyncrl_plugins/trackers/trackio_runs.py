@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from asyncrl.telemetry.tracker import Sample, TrackedRun
 from asyncrl_plugins.trackers.plugin import TrackioConfig
-from asyncrl_plugins.trackers.shown import COLUMNS, kept_name, rows
+from asyncrl_plugins.trackers.shown import COLUMNS, OnceShown, kept_name, rows
 
 FOLDER = "trackio"
 NAME_FILE = "trackio-name"
 
 
-class TrackioTracker:
+class TrackioTracker(OnceShown):
     def __init__(self, run: TrackedRun, settings: TrackioConfig):
         # trackio reads it as it is imported.
         os.environ.setdefault("TRACKIO_DIR", str((run.run_path / FOLDER).absolute()))
@@ -32,12 +33,8 @@ class TrackioTracker:
             auto_log_cpu=False,
         )
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step > self._last_recorded:  # steps made again from the journal are the same
-            self._run.log(dict(metrics), step=step)
-
-    def evaluation(self, step: int, results: Mapping[str, float]) -> None:
-        self._run.log({f"held_out/{name}": value for name, value in results.items()}, step=step)
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log(dict(values), step=step)
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         if step > self._last_recorded:

@@ -12,13 +12,13 @@ import wandb
 from asyncrl.telemetry import tracker
 from asyncrl.telemetry.tracker import Sample, TrackedRun
 from asyncrl_plugins.trackers.plugin import WandbConfig
-from asyncrl_plugins.trackers.shown import COLUMNS, kept_name, rows
+from asyncrl_plugins.trackers.shown import COLUMNS, OnceShown, kept_name, rows
 
 ID_FILE = "wandb-id"
 logging.getLogger("wandb").setLevel(logging.WARNING)
 
 
-class WandbTracker:
+class WandbTracker(OnceShown):
     def __init__(self, run: TrackedRun, settings: WandbConfig):
         self._last_recorded = run.last_recorded
         # Pictures of an offline run wait here: with the run, and not in a home that a container may not have.
@@ -43,13 +43,6 @@ class WandbTracker:
                 finish_timeout_raises=True,
             ),
         )
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step > self._last_recorded:  # steps made again from the journal are the same
-            self._log(step, metrics)
-
-    def evaluation(self, step: int, results: Mapping[str, float]) -> None:
-        self._log(step, {f"held_out/{name}": value for name, value in results.items()})
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         if step <= self._last_recorded:
